@@ -96,7 +96,7 @@ def test_who_asks_for_a_replica_that_is_gone_hears_of_it_at_once(two):
     from ray import serve
 
     lend = serve.get_deployment_handle("replica", app_name=two.name).options(method_name="lend")
-    wanted = BlocksWanted(min(two.replicas()), {}, (), (), False)
+    wanted = BlocksWanted(min(two.replicas()), {}, (), 0, (), False)
     assert lend.remote(wanted).result(timeout_s=PATIENCE) == BlockPayloads()  # its KV is of another kind
     with pytest.raises(LookupError, match="replica nobody is gone"):
         lend.remote(replace(wanted, replica="nobody")).result(timeout_s=PATIENCE)

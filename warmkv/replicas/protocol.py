@@ -234,7 +234,8 @@ class BlocksWanted(ToReplica):
     """Blocks that a replica would rather fetch than compute."""
 
     identity: Mapping[str, Any]  # of the KV
-    keys: tuple[bytes, ...]  # of consecutive full blocks of a chain
+    keys: tuple[bytes, ...]  # of full blocks from the start of a prompt
+    first: int  # of these that is wanted
     tails: tuple[bytes, ...]  # behind them, at breakpoints that the request may read
     sums: bool  # whether they are of no use without column sums
 

@@ -120,7 +120,7 @@ class Transfers:
             async with asyncio.timeout(self._terms.timeout_seconds), self._fetching:
                 began = self._clock()
                 while more and (first := store.leading(keys)[0]) < len(keys):
-                    answer = await self._ask(self._wanted(request, donor, tuple(keys[first:])))
+                    answer = await self._ask(self._wanted(request, donor, tuple(keys), first))
                     blocks = await asyncio.to_thread(self._unpack, answer.payloads)
                     held = await asyncio.wrap_future(self._engine.between_steps(partial(take, store, blocks)))
                     nbytes += sum(payload.nbytes for payload in answer.payloads)
@@ -142,11 +142,12 @@ class Transfers:
         self._recorder.add(telemetry.FETCHED_BYTES, nbytes)
         return nbytes > 0
 
-    def _wanted(self, request: GenerateRequest, donor: str, keys: tuple[bytes, ...]) -> BlocksWanted:
+    def _wanted(self, request: GenerateRequest, donor: str, keys: tuple[bytes, ...], first: int) -> BlocksWanted:
         store, tokens = self._engine.store, len(request.token_ids)
         tails = tuple(read.key for read in request.reads if read.position % store.block_size)
         policy = budgets.in_force(request.policy, tokens, request.sampling.max_tokens)
-        return BlocksWanted(donor, store.identity.document(), keys, tails, budgets.needs_column_sums(policy, tokens))
+        sums = budgets.needs_column_sums(policy, tokens)
+        return BlocksWanted(donor, store.identity.document(), keys, first, tails, sums)
 
     def _unpack(self, payloads: Sequence[BlockPayload]) -> list[StoredBlock]:
         """Return blocks as the first tier keeps them, in a thread beside the engine's. Raises PayloadError."""
@@ -164,7 +165,8 @@ class Transfers:
         store = self._engine.store
         if not store.enabled or store.identity.differs(wanted.identity):
             return BlockPayloads()
-        choose = partial(lend, store, wanted.keys, wanted.tails, self._terms.piece_bytes, sums=wanted.sums)
+        most = self._terms.piece_bytes
+        choose = partial(lend, store, wanted.keys, wanted.first, wanted.tails, most, sums=wanted.sums)
         async with self._lending:
             blocks, more = await asyncio.wrap_future(self._engine.between_steps(choose))
             payloads = await asyncio.to_thread(_sealed, blocks)

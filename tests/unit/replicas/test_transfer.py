@@ -306,7 +306,7 @@ def test_a_replica_asks_nobody_for_what_it_has_or_computes_faster(models):
             assert replicas.recorded.fetches() == {"slower": 1, "fetched": 1}
         async with pair(models, enabled=False) as replicas:
             await replicas.b.prepare(second())
-            assert await replicas.a.lend(BlocksWanted("a", {}, (), (), False)) == BlockPayloads()
+            assert await replicas.a.lend(BlocksWanted("a", {}, (), 0, (), False)) == BlockPayloads()
             assert replicas.asked == 0
 
     asyncio.run(run())

@@ -25,6 +25,7 @@ class Copy:
         "partly",
         "pins",
         "queued",
+        "since",
         "size",
         "tenant",
         "used",
@@ -38,6 +39,7 @@ class Copy:
         self.floor = 0.0  # priority of what had been evicted last when it was used
         self.tenant = ""
         self.queued = 0  # the number of its record in the queue of eviction; 0 if there is none
+        self.since = math.nan  # when the last of its blocks came, where changes are told
 
     @property
     def tokens(self) -> int:
@@ -71,13 +73,15 @@ class Copy:
 class Node:
     """A run of blocks behind `parent`. `number` is its user's name for it; the parts of a split run share it.
 
-    `ttl` counts from each use until `expires`; `mark_ttl` likewise, of the breakpoint at its end. Times are seconds.
+    `keys` are those of its blocks, where blocks have any. `ttl` counts from each use until `expires`; `mark_ttl`
+    likewise, of the breakpoint at its end. Times are seconds.
     """
 
     __slots__ = (
         "copies",
         "end",
         "expires",
+        "keys",
         "length",
         "mark_expires",
         "mark_ttl",
@@ -88,6 +92,7 @@ class Node:
         "sums",
         "tokens",
         "ttl",
+        "used_at",
         "watched",
     )
 
@@ -96,12 +101,14 @@ class Node:
     ) -> None:
         self.number, self.parent, self.length, self.tokens, self.end = number, parent, length, tokens, end
         self.plain = plain  # bytes of a block uncompressed
+        self.keys: list[bytes] = []
         self.copies: list[Copy] = []
         for tier, size in enumerate(sizes):
             self.copies.append(Copy(self, parent.copies[tier] if parent is not None else None, size))
         self.sums: Node | None = None  # column sums of all up to its end
         self.reads = 0
         self.ttl, self.expires, self.mark_ttl, self.mark_expires = 0.0, NEVER, 0.0, NEVER
+        self.used_at = math.nan  # when it was stored or read last, where changes are told
         self.watched = math.inf  # the deadline that is noted, which is never later than its own; inf if there is none
 
     @property
@@ -137,12 +144,14 @@ class Node:
         sizes = [copy.size for copy in self.copies]
         behind = self.length - blocks
         head = Node(self.number, self.parent, blocks, self.tokens, self.end - behind * self.tokens, self.plain, sizes)
-        head.ttl, head.expires, head.reads = self.ttl, self.expires, self.reads
+        head.ttl, head.expires, head.reads, head.used_at = self.ttl, self.expires, self.reads, self.used_at
+        head.keys, self.keys = self.keys[:blocks], self.keys[blocks:]
         self.parent, self.length = head, behind
         for copy, first in zip(self.copies, head.copies, strict=True):
             first.held = min(copy.held, blocks)
             copy.held -= first.held
             first.used, first.floor, first.tenant, first.pins = copy.used, copy.floor, copy.tenant, copy.pins
+            first.since = copy.since
             first.children = int(copy.held > 0)
             copy.parent = first
             if copy.partial:

@@ -9,11 +9,11 @@ from collections import defaultdict
 from warmkv.policies.eviction import READS_APART, Reuse, lfu, lru
 from warmkv.policies.heaps import LazyHeap
 from warmkv.policies.prefix_tree.deadlines import Deadlines
-from warmkv.policies.prefix_tree.nodes import Copy, Node
+from warmkv.policies.prefix_tree.nodes import Copy
 from warmkv.policies.tiers import Tier
 
-Evicted = list[tuple[Copy, int]]
-"""What was evicted, and how many blocks of its node the tier had held before."""
+Evicted = list[tuple[Copy, int, int]]
+"""What has left, how many blocks of its node the tier had held before, and how many of these, the last ones, left."""
 
 Record = tuple[tuple[float, ...], int, Copy]
 """The priority that a copy's end had, the record's number, and the copy."""
@@ -118,12 +118,12 @@ class TierSpace:
             if not parent.children and not parent.pins:
                 self.queue(parent)
 
-    def expire(self, copy: Copy, until: float, shortened: list[Node]) -> None:
+    def expire(self, copy: Copy, until: float, expired: Evicted) -> None:
         """Drop the end of a copy if it has outlived its TTL by then, and the ends before it that this sets free."""
         end: Copy | None = copy
         while end is not None and end.node.expires <= until and (gone := end.loose) > 0:
             self.expired += gone
-            shortened.append(end.node)
+            expired.append((end, end.held, gone))
             if self.eager or gone < end.held:  # priorities depend on what has left before
                 self.shorten(end, gone)
                 return
@@ -137,6 +137,24 @@ class TierSpace:
                 end.children -= 1
         if end is not None and end is not copy:
             self.queue(end)
+
+    def give_up(self, copy: Copy) -> None:
+        """Hold nothing of a node any more, readers or not: its copy is theirs alone from now on.
+
+        What is behind it goes after it.
+        """
+        if self.eager:
+            self.reuse.never[min(copy.node.reads, READS_APART - 1)] += copy.held
+        self.bytes -= copy.held * copy.size
+        self.pinned -= copy.pinned * copy.size
+        self.evicted += copy.held
+        if self.apart and copy.held:
+            self._charge(copy.tenant, -copy.held * copy.size)
+        self.unqueue(copy)
+        if copy.held and (parent := copy.parent) is not None:
+            parent.children -= 1
+            self.queue(parent)
+        copy.held = copy.size = 0  # so that letting it go counts for nothing
 
     def _charge(self, tenant: str, grown: int) -> None:
         """Count the bytes of a tenant."""
@@ -207,7 +225,7 @@ class TierSpace:
         self._floor = max(self._floor, self._order(copy, self.reuse)[0])
         if self.eager and blocks > 1:
             self._floor = max(self._floor, self._priority_behind(copy, blocks - 1)[0])
-        evicted.append((copy, copy.held))
+        evicted.append((copy, copy.held, blocks))
         self.evicted += blocks
         self.shorten(copy, blocks)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from warmkv.policies.eviction import CostAware, lfu
 from warmkv.policies.prefix_tree.deadlines import Deadlines
+from warmkv.policies.prefix_tree.held import Change, Copied, HeldRun, Left, Stored
 from warmkv.policies.prefix_tree.nodes import NEVER, Copy, Node
 from warmkv.policies.prefix_tree.tier import Evicted, TierSpace
 from warmkv.policies.tiers import Tier
@@ -30,12 +32,25 @@ class PrefixTree:
     A path starts at the first block of a prompt. `last` is how many blocks of its last node are meant. `now` is seconds
     on a clock that never goes back. A path given to a method that inserts may have a node split: it then has both
     parts. `forget(node)` is told of a node that no tier holds any more.
+
+    Where blocks have keys, `changes` has what came and left, in order, until it is cleared; `clock` is the time at
+    which it comes. `trim(node, blocks)` is told of a node of which tiers hold only so many leading blocks any more,
+    `divided(head, node)` of one whose leading blocks are `head` now.
     """
 
-    def __init__(self, tiers: Sequence[Tier], share: float, forget: Callable[[Node], None]) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        share: float,
+        forget: Callable[[Node], None],
+        trim: Callable[[Node, int], None] | None = None,
+        divided: Callable[[Node, Node], None] | None = None,
+    ) -> None:
         self.deadlines = Deadlines()
         self.spaces = [TierSpace(tier, share, self.deadlines) for tier in tiers]
-        self._forget = forget
+        self.changes: list[Change] | None = None if divided is None else []
+        self.clock = math.nan
+        self._forget, self._trim, self._divided = forget, trim, divided
         self._counts = any(space.tier.order is lfu or isinstance(space.tier.order, CostAware) for space in self.spaces)
         self._eager = any(space.eager for space in self.spaces)
         self.changed: dict[Node, None] = {}  # nodes of which some tier holds more or less, since it was cleared
@@ -52,6 +67,8 @@ class PrefixTree:
                 node.mark_expires = NEVER
                 if not span:
                     self._forget(node)
+                elif self._trim is not None:
+                    self._trim(node, span)
         self._shortened.clear()
 
     # --- reading
@@ -59,10 +76,14 @@ class PrefixTree:
     def read(self, path: Path, now: float) -> Reading:
         """Refresh what is held of a path in any tier, and pin it."""
         self.touch(path, now)
+        return self.pin(path)
+
+    def pin(self, path: Path, only: int | None = None) -> Reading:
+        """Keep what is held of a path, in any tier or in one."""
         reading = Reading()
         for tier, space in enumerate(self.spaces):
             end = None
-            for node in path:
+            for node in path if only is None or only == tier else ():
                 copy = node.copies[tier]
                 held = copy.held
                 if held == node.length:
@@ -104,6 +125,9 @@ class PrefixTree:
                 node.expires = now + node.ttl
             if node.mark_expires > now and now + node.mark_ttl > node.mark_expires:
                 node.mark_expires = now + node.mark_ttl
+        if self.changes is not None:
+            for node in path:
+                node.used_at = now
         if self._counts:
             for tier, space in enumerate(self.spaces):
                 for node in path:
@@ -132,6 +156,9 @@ class PrefixTree:
             tier += 1
         if self._eager:
             self._reconsider(path)
+        if self.changes is not None:
+            for node in path:
+                node.used_at = now
         if self._shortened:
             self._settle()
         return whole
@@ -185,7 +212,7 @@ class PrefixTree:
         for at, node in enumerate(path):
             if blocks <= node.length:
                 if blocks < node.length:
-                    path[at : at + 1] = [self._split(node, blocks), node]
+                    path[at : at + 1] = [self.split(node, blocks), node]
                 return path[: at + 1]
             blocks -= node.length
         return path
@@ -208,6 +235,8 @@ class PrefixTree:
         self.changed[node] = None
         if copy.held > span and (head := self._begin(node, span, life)) is not None:
             path.insert(-1, head)
+        if self.changes is not None:
+            self._came(tier, node, 1, None)
         return True
 
     def order(self, tier: int, copies: list[Copy]) -> None:
@@ -220,14 +249,17 @@ class PrefixTree:
                 self.spaces[tier].queue(part)
                 part = part.parent
 
-    def _insert(self, tier: int, path: Path, last: int, tenant: str, life: Life | None) -> bool:
+    def _insert(
+        self, tier: int, path: Path, last: int, tenant: str, life: Life | None, source: int | None = None
+    ) -> bool:
         """Hold a path in a tier as far as it fits, as its most recent; return True if all of it is held.
 
-        Blocks that no tier held have that `life`; without one they are on their way and keep theirs. What gives way
-        moves down a tier, with the path before it.
+        Blocks that no tier held have that `life`; without one they are on their way, from `source` if it is not from
+        below, and keep theirs. What gives way moves down a tier, with the path before it.
         """
-        space = self.spaces[tier]
+        space, told = self.spaces[tier], self.changes
         evicted: Evicted = []
+        begun = len(told) if told is not None else 0
         copies: list[Copy] = []
         whole, at, count = True, 0, len(path)
         while at < count and whole:
@@ -239,7 +271,7 @@ class PrefixTree:
                 if space.apart and held and copy.tenant != tenant:
                     last -= held if at == count else 0
                     at -= 1
-                    path[at : at + 1] = [self._split(node, held), node]
+                    path[at : at + 1] = [self.split(node, held), node]
                     count += 1
                     continue
                 span = node.span
@@ -255,12 +287,17 @@ class PrefixTree:
                         copies.append(head.copies[tier])
                         at += 1
                         count += 1
+                    if told is not None:
+                        self._came(tier, node, blocks, source)
             if copy.held:
                 copies.append(copy)
         if copies:
             space.use(copies)
         if evicted:
+            came = len(told) if told is not None else 0
             self._demote(tier, evicted)
+            if told is not None:  # there is room before anything comes
+                told[begun:] = [*told[came:], *told[begun:came]]
         return whole
 
     def _begin(self, node: Node, span: int, life: Life) -> Node | None:
@@ -268,13 +305,16 @@ class PrefixTree:
         ttl, expires, mark_ttl, mark_expires, reads = life
         head = None
         if span and (node.ttl != ttl or node.expires != expires or (self._counts and node.reads != reads)):
-            head = self._split(node, span)
+            head = self.split(node, span)
         node.ttl, node.expires, node.reads = ttl, expires, reads
         node.mark_ttl, node.mark_expires = mark_ttl, mark_expires
         return head
 
-    def _split(self, node: Node, blocks: int) -> Node:
+    def split(self, node: Node, blocks: int) -> Node:
+        """Make the leading blocks of a node, which is not all of them, a node of their own; return it."""
         head = node.split(blocks)
+        if self._divided is not None:
+            self._divided(head, node)
         for space, first, copy in zip(self.spaces, head.copies, node.copies, strict=True):
             space.unqueue(copy)
             space.queue(copy)
@@ -283,28 +323,88 @@ class PrefixTree:
 
     def _demote(self, tier: int, evicted: Evicted) -> None:
         """Keep in the next tier what this one evicted, together with the path before it."""
-        for copy, blocks in evicted:
+        left = self._runs(evicted)
+        for copy, blocks, _ in evicted:
             node = copy.node
             self._shortened.append(node)
             if tier + 1 < len(self.spaces) and node.copies[tier + 1].held < blocks:
                 path = node.path()
-                self._insert(tier + 1, path, blocks, path[0].copies[tier].tenant, None)
+                self._insert(tier + 1, path, blocks, path[0].copies[tier].tenant, None, tier)
+        if self.changes is not None:
+            self.changes += [Left(run, tier, "evicted") for run in left]
+
+    # --- what is told
+
+    def run(self, copy: Copy, first: int, last: int) -> HeldRun:
+        """Return blocks of a node, from number `first` on and before `last`, as a tier holds them."""
+        node = copy.node
+        before = node.keys[first - 1] if first else node.parent.keys[-1] if node.parent is not None else b""
+        marked = last == node.length
+        return HeldRun(
+            node.keys[first:last], before, node.plain, node.tokens, node.end - (node.length - first - 1) * node.tokens,
+            copy.tenant, node.ttl, node.expires, node.mark_ttl if marked else 0.0,
+            node.mark_expires if marked else NEVER, node.reads, node.used_at, copy.since,
+        )  # fmt: skip
+
+    def _runs(self, gone: Evicted) -> list[HeldRun]:
+        """Return what has left, where that is told."""
+        if self.changes is None:
+            return []
+        return [self.run(copy, held - blocks, held) for copy, held, blocks in gone]
+
+    def _came(self, tier: int, node: Node, blocks: int, source: int | None) -> None:
+        """Tell of the last blocks that a tier holds of a path up to a node: those that came."""
+        changes, part = self.changes, node
+        assert changes is not None
+        parts: list[Change] = []
+        while blocks > 0:
+            copy = part.copies[tier]
+            copy.since = self.clock
+            count = min(blocks, copy.held)
+            run = self.run(copy, copy.held - count, copy.held)
+            parts.append(Stored(run, tier) if source is None else Copied(run, source, tier))
+            blocks -= count
+            if blocks:  # the node was split meanwhile
+                assert part.parent is not None
+                part = part.parent
+        changes += reversed(parts)
 
     # --- leaving
 
-    def drop(self, node: Node, blocks: int) -> None:
-        """Evict the last blocks that the first tier holds of a node, which nothing pins and nothing is held behind."""
-        space = self.spaces[0]
+    def drop(self, node: Node, blocks: int, tier: int = 0) -> None:
+        """Evict the last blocks that a tier holds of a node, which nothing pins and nothing is held behind."""
+        space, copy = self.spaces[tier], node.copies[tier]
         space.evicted += blocks
-        space.shorten(node.copies[0], blocks)
+        if self.changes is not None:
+            self.changes.append(Left(self.run(copy, copy.held - blocks, copy.held), tier, "dropped"))
+        space.shorten(copy, blocks)
         self._shortened.append(node)
         self._settle()
 
     def expire(self, until: float) -> None:
         """Drop what has outlived its TTL by then."""
+        expired: Evicted = []
         while (node := self.deadlines.pop(until)) is not None:
-            for space, copy in zip(self.spaces, node.copies, strict=False):  # none if it was dropped
-                space.expire(copy, until, self._shortened)
+            for tier, copy in enumerate(node.copies):  # none if it was dropped
+                self.spaces[tier].expire(copy, until, expired)
+                if expired:
+                    if self.changes is not None:
+                        self.changes += [Left(run, tier, "expired") for run in self._runs(expired)]
+                    self._shortened += [copy.node for copy, _, _ in expired]
+                    expired.clear()
+        self._settle()
+
+    def lose(self, tier: int, behind: Sequence[Node]) -> None:
+        """Give up all that a tier holds of a node and of all those behind it, each after its parent, readers or not."""
+        space = self.spaces[tier]
+        for node in behind:
+            copy = node.copies[tier]
+            if copy.held and self.changes is not None:
+                self.changes.append(Left(self.run(copy, 0, copy.held), tier, "dropped"))
+            self._shortened.append(node)
+            before = node.parent.copies[tier] if node.parent is not None else None
+            node.copies[tier] = Copy(node, before, copy.size)
+            space.give_up(copy)
         self._settle()
 
 

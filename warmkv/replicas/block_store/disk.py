@@ -13,7 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,8 +24,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from warmkv.config import BlockStorage
-from warmkv.policies.entry import Entry
-from warmkv.policies.retention import TierIndex
+from warmkv.policies.prefix_tree.held import HeldBlock
+from warmkv.policies.prefix_tree.nodes import NEVER
+from warmkv.policies.prefix_tree.radix import RadixTree
 from warmkv.policies.tiers import FILE_BYTES
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.identity import Identity
@@ -62,57 +63,51 @@ class Header:
     storage: BlockStorage
     reads: int = 0
 
-    @property
-    def parent_key(self) -> bytes | None:
-        return bytes.fromhex(self.parent) if self.parent else None
 
-
-def header(entry: Entry, storage: BlockStorage, now: float, wall: float) -> Header:
-    """Build the file header of an entry, whose times are those of a clock that shows `now` at the Unix time `wall`."""
-    is_marked = entry.mark_expires_at > now
+def header(block: HeldBlock, storage: BlockStorage, now: float, wall: float) -> Header:
+    """Build the file header of a block, whose times are those of a clock that shows `now` at the Unix time `wall`."""
+    is_marked = block.mark_expires_at > now
     return Header(
-        key=entry.key.hex(),
-        parent=entry.parent.key.hex() if entry.parent else "",
-        tenant=entry.tenant,
-        plain=entry.plain,
-        tokens=entry.tokens,
-        end=entry.end,
-        ttl=_finite(entry.ttl),
-        expires_at=_finite(entry.expires_at + wall - now),
-        mark_ttl=_finite(entry.mark_ttl) if is_marked else 0.0,
-        mark_expires_at=_finite(entry.mark_expires_at + wall - now) if is_marked else 0.0,
+        key=block.key.hex(),
+        parent=block.parent.hex(),
+        tenant=block.tenant,
+        plain=block.plain,
+        tokens=block.tokens,
+        end=block.end,
+        ttl=_finite(block.ttl),
+        expires_at=_finite(block.expires_at + wall - now),
+        mark_ttl=_finite(block.mark_ttl) if is_marked else 0.0,
+        mark_expires_at=_finite(block.mark_expires_at + wall - now) if is_marked else 0.0,
         storage=storage,
-        reads=entry.reads,
+        reads=block.reads,
     )
 
 
-def lasting_header(entry: Entry, storage: BlockStorage, *, marked: bool) -> Header:
-    """Build the header of an entry without expiry; `marked` if a breakpoint is readable at its end."""
-    lasting = replace(
-        entry,
-        ttl=math.inf,
-        expires_at=math.inf,
-        mark_ttl=math.inf if marked else 0.0,
-        mark_expires_at=math.inf if marked else -math.inf,
-    )
+def lasting_header(block: HeldBlock, storage: BlockStorage, *, marked: bool) -> Header:
+    """Build the header of a block without expiry; `marked` if a breakpoint is readable at its end."""
+    mark_ttl, mark_expires_at = (math.inf, math.inf) if marked else (0.0, NEVER)
+    lasting = block._replace(
+        ttl=math.inf, expires_at=math.inf, mark_ttl=mark_ttl, mark_expires_at=mark_expires_at
+    )  # fmt: skip
     return header(lasting, storage, 0.0, 0.0)
 
 
-def entry(header: Header, now: float, wall: float) -> Entry:
-    """Rebuild the entry of a file header, not yet in a tier's index."""
-    return Entry(
+def block(header: Header, now: float, wall: float) -> HeldBlock:
+    """Rebuild the block of a file header."""
+    return HeldBlock(
         bytes.fromhex(header.key),
-        None,
+        bytes.fromhex(header.parent),
         header.plain,
-        0,
         header.tokens,
         header.end,
         header.tenant,
         ttl=_infinite(header.ttl),
         expires_at=_infinite(header.expires_at) + now - wall,
         mark_ttl=_infinite(header.mark_ttl),
-        mark_expires_at=_infinite(header.mark_expires_at) + now - wall if header.mark_ttl != 0 else -math.inf,
+        mark_expires_at=_infinite(header.mark_expires_at) + now - wall if header.mark_ttl != 0 else NEVER,
         reads=header.reads,
+        used_at=math.nan,
+        since=math.nan,
     )
 
 
@@ -257,23 +252,24 @@ def claim(path: Path, identity: Identity, storage: BlockStorage) -> Folder:
     raise DiskTierError(f"{path} has no folder left for a replica: delete what is not needed there")
 
 
-def restore(folder: Folder, index: TierIndex, now: float, wall: float) -> int:
+def restore(folder: Folder, tree: RadixTree, tier: int, now: float, wall: float) -> int:
     """Take up the blocks of a folder that still live, with the chain before them, and remove the files of the others.
 
-    `now` is the index's time at the Unix time `wall`. Returns how many files were damaged.
+    `now` is the tree's time at the Unix time `wall`. Returns how many files were damaged.
     """
     folder.tidy()
     found = list(folder.scan())
     damaged = [path for path in found if isinstance(path, Path)]
     for path in damaged:
         path.unlink(missing_ok=True)
-    headers = [header for header in found if isinstance(header, Header)]
-    for header in sorted(headers, key=lambda header: (header.end, not header.tokens)):  # each behind what it follows
-        block = entry(header, now, wall)
-        if block.expires_at <= now or not index.restore(block, header.parent_key):
-            folder.delete(block.key)
+    blocks = [block(header, now, wall) for header in found if isinstance(header, Header)]
+    alive = [each for each in blocks if each.expires_at > now]
+    alive.sort(key=lambda each: (each.end, not each.tokens))  # each behind what it follows
+    gone = [*tree.restore(tier, alive), *(each for each in blocks if each.expires_at <= now)]
+    for each in gone:
+        folder.delete(each.key)
     if found:
-        log.info("%d of %d blocks in %s are taken up", len(index), len(found), folder.path)
+        log.info("%d of %d blocks in %s are taken up", len(blocks) - len(gone), len(found), folder.path)
     return len(damaged)
 
 

@@ -6,6 +6,7 @@ on the donor. Whatever is not exactly what it should be is left out, and compute
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from warmkv.policies.entry import Entry
-from warmkv.policies.prefix_cache import sums_key
+from warmkv.policies.prefix_tree.held import HeldBlock
+from warmkv.policies.prefix_tree.nodes import Node
+from warmkv.policies.prefix_tree.tree import Path
 from warmkv.replicas.block_store import disk
 from warmkv.replicas.block_store.disk import Header
 from warmkv.replicas.block_store.formats import Packed, pack
@@ -95,35 +97,35 @@ def _kinds(header: Header, identity: Identity) -> tuple[tuple[str, tuple[int, ..
 
 
 def lend(
-    store: BlockStore, keys: Sequence[bytes], tails: Sequence[bytes], most: int, *, sums: bool = False
+    store: BlockStore, keys: Sequence[bytes], first: int, tails: Sequence[bytes], most: int, *, sums: bool = False
 ) -> tuple[list[StoredBlock], bool]:
-    """Return consecutive blocks of a chain that are in memory, up to the first that is not, and at last tails behind
-    them.
+    """Return consecutive blocks of a prompt, from number `first` on, that are in memory, up to the first that is not,
+    and at last tails behind them.
 
     At most `most` bytes of blocks, but at least one; then there may be more, which the second value tells. With `sums`,
     no more of the chain than there are column sums for, and these as well.
     """
-    present = next((at for at, key in enumerate(keys) if store.find(key) is None), len(keys))
-    beside = [stored for key in tails if (stored := _find(store, key)) is not None]
+    path = store.tree.find(keys)
+    chain = _in_memory(store, path)
+    ends = list(itertools.accumulate(node.length for node in path))
+    found = [node for key in tails if (node := store.tree.starting(key)) is not None]
+    beside = [(node, stored) for node in found for stored in _in_memory(store, [node])]
     if sums:
-        ends = {key: at for at, key in enumerate(keys[:present])}
-        ends |= {bytes.fromhex(tail.key): ends.get(tail.parent_key or b"", -1) for tail, _ in beside}
-        summed = {key: stored for key in ends if (stored := _find(store, sums_key(key))) is not None}
-        present = 1 + max((ends[key] for key in summed), default=-1)
-        beside += summed.values()
+        behind = [(end, node) for end, node in zip(ends, path, strict=True) if end <= len(chain)]
+        behind += [(ends[path.index(node.parent)] if node.parent in path else 0, node) for node, _ in beside]
+        summed = [
+            (end, node.sums, stored) for end, node in behind if node.sums for stored in _in_memory(store, [node.sums])
+        ]
         if not summed:
             return [], False
-    found: list[StoredBlock] = []
-    total = 0
-    for key in keys[:present]:
-        stored = _find(store, key)
-        if stored is None:
-            break
-        total += stored[1].nbytes
-        if found and total > most:
-            return found, True
-        found.append(stored)
-    return found + beside, False
+        chain = chain[: max(end for end, _, _ in summed)]
+        beside += [(node, stored) for _, node, stored in summed]
+    wanted = chain[first:]
+    sizes = itertools.accumulate(packed.nbytes for _, packed in wanted)
+    count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= most, sizes)))
+    if count < len(wanted):
+        return wanted[:count], True
+    return wanted + [stored for _, stored in beside], False
 
 
 def take(store: BlockStore, blocks: Sequence[StoredBlock]) -> int:
@@ -131,72 +133,70 @@ def take(store: BlockStore, blocks: Sequence[StoredBlock]) -> int:
 
     What does not follow anything that is in memory here is left out.
     """
+    store.expire()
     now, arrived = store.clock(), {bytes.fromhex(header.key): packed for header, packed in blocks}
-    for run in _runs([header for header, _ in blocks]):
-        parent = run[0].parent_key
-        path = [] if parent is None else _path(store, parent)
-        if path is None or run[0].end != (path[-1].end if path else 0) + run[0].tokens:
+    for run in _runs([disk.block(header, store.clock(), 0.0) for header, _ in blocks]):
+        parent = store.tree.ending(run[0].parent) if run[0].parent else None
+        before = parent.end if parent is not None else 0
+        if (run[0].parent and not _is_in_memory(store, parent)) or run[0].end != before + run[0].tokens:
             continue
-        chain = [*path, *(disk.entry(header, now, 0.0) for header in run)]
-        steps = ((step, None) for step in store.tiers.adopt(chain, now))
-        store.apply(steps, lambda tier, key, span: arrived.get(key) or store.find(key))
-    return sum(key in store.tiers for key in arrived)
+        store.tree.adopt(parent, run, now)
+        store.apply(store.tree.changes(), lambda tier, block: arrived.get(block.key) or store.find(block.key))
+    return sum(store.holds(key) for key in arrived)
 
 
 def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict[bytes, StoredBlock]]:
-    """Return chains in memory, what would be evicted last first, and their entries, together at most `most` bytes.
+    """Return chains in memory, what would be evicted last first, and their blocks, together at most `most` bytes.
 
     Of the chain that does not fit there is the beginning.
     """
     chains: list[tuple[bytes, ...]] = []
     found: dict[bytes, StoredBlock] = {}
-    indexes = [index for place, index in zip(store.places, store.tiers.indexes, strict=True) if place.folder is None]
-    for end in (end for index in indexes for end in index.by_worth()):
-        chain = [entry.key for entry in end.path()]
-        for held, key in enumerate(chain):
-            stored = found.get(key) or _find(store, key)
-            if stored is None:  # on disk alone, say: nothing can follow it
-                chain = chain[:held]
-                break
+    store.expire()
+    for path, held in (end for tier in _memory(store) for end in store.tree.by_worth(tier)):
+        blocks = sum(node.length for node in path[:-1]) + held
+        chain = [(bytes.fromhex(stored[0].key), stored) for stored in _in_memory(store, path)[:blocks]]
+        keys = tuple(key for key, _ in chain)
+        for at, (key, stored) in enumerate(chain):
             if key not in found:
                 most -= stored[1].nbytes
                 if most < 0:
-                    return [*chains, tuple(chain[:held])] if held else chains, found
+                    return [*chains, keys[:at]] if at else chains, found
                 found[key] = stored
         if chain:
-            chains.append(tuple(chain))
+            chains.append(keys)
     return chains, found
 
 
-def _find(store: BlockStore, key: bytes) -> StoredBlock | None:
-    """Return an unexpired entry whose bytes are in memory."""
-    packed, entry, now = store.find(key), _entry(store, key), store.clock()
-    if packed is None or entry is None:
-        return None
-    return disk.header(entry, packed.storage, now, 0.0), packed
+def _memory(store: BlockStore) -> list[int]:
+    """Return the tiers in memory."""
+    return [tier for tier, place in enumerate(store.places) if place.folder is None]
 
 
-def _entry(store: BlockStore, key: bytes) -> Entry | None:
-    for place, index in zip(store.places, store.tiers.indexes, strict=True):
-        if place.folder is None and key in index and (entry := index.entry(key)) is not None:
-            return entry if entry.expires_at > store.clock() else None
-    return None
+def _in_memory(store: BlockStore, path: Path) -> list[StoredBlock]:
+    """Return the leading blocks of nodes that are in memory and have not expired."""
+    found, now = [], store.clock()
+    for block in store.tree.held(path, _memory(store)):
+        packed = store.find(block.key)
+        if packed is None or block.expires_at <= now:
+            break
+        found.append((disk.header(block, packed.storage, now, 0.0), packed))
+    return found
 
 
-def _path(store: BlockStore, key: bytes) -> list[Entry] | None:
-    """Return the chain up to an unexpired entry, if all of it is in memory."""
-    entry = _entry(store, key)
-    path = entry.path() if entry is not None else []
-    return path if path and all(store.find(before.key) is not None for before in path) else None
+def _is_in_memory(store: BlockStore, node: Node | None) -> bool:
+    """Return True if a node and all before it are in memory."""
+    path = node.path() if node is not None else []
+    return bool(path) and len(_in_memory(store, path)) == sum(each.length for each in path)
 
 
-def _runs(headers: Sequence[Header]) -> Iterator[list[Header]]:
-    """Yield parts of which each header follows the one before it."""
-    run: list[Header] = []
-    for header in headers:
-        if run and (header.parent != run[-1].key or header.end != run[-1].end + header.tokens):
+def _runs(blocks: Sequence[HeldBlock]) -> Iterator[list[HeldBlock]]:
+    """Yield parts of which each block follows the one before it."""
+    run: list[HeldBlock] = []
+    for block in blocks:
+        if run and (block.parent != run[-1].key or block.end != run[-1].end + block.tokens):
             yield run
             run = []
-        run.append(header)
+        run.append(block)
     if run:
         yield run

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from warmkv.policies.retention import TierIndex
+from warmkv.policies.prefix_tree.held import HeldBlock
 from warmkv.replicas.block_store import disk
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.io_threads import Jobs
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Moves:
-    """Moves into the tiers `places`, with the entries of `indexes`. Belongs to the engine's thread.
+    """Moves into the tiers `places`. Belongs to the engine's thread.
 
     `limit` bounds the bytes that nothing but a move keeps. `failed(key, tier)` is told of a block that could not be
     brought into its tier. The clocks are for the times in files.
@@ -25,14 +25,13 @@ class Moves:
     def __init__(
         self,
         places: Sequence[TierStorage],
-        indexes: Sequence[TierIndex],
         limit: int,
         jobs: Jobs,
         failed: Callable[[bytes, int], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        self._places, self._indexes, self._limit, self._jobs, self._failed = places, indexes, limit, jobs, failed
+        self._places, self._limit, self._jobs, self._failed = places, limit, jobs, failed
         self._clock, self._wall_clock = clock, wall_clock
         self.bytes = 0  # of blocks that only their way to a lower tier keeps
 
@@ -40,16 +39,15 @@ class Moves:
         """Count the blocks on their way."""
         return sum(len(place.arriving) for place in self._places)
 
-    def begin(self, key: bytes, tier: int, packed: Packed) -> None:
-        """Bring a block into a tier that has an entry for it."""
-        place = self._places[tier]
+    def begin(self, block: HeldBlock, tier: int, packed: Packed) -> None:
+        """Bring a block into a tier."""
+        place, key = self._places[tier], block.key
         if place.takes_as_it_is(packed):
             place.blocks[key] = packed
             return
         move = place.arriving[key] = Move(packed)
-        folder, entry = place.folder, self._indexes[tier].entry(key)
-        assert entry is not None
-        header = disk.header(entry, place.storage_of(packed), self._clock(), self._wall_clock())
+        folder = place.folder
+        header = disk.header(block, place.storage_of(packed), self._clock(), self._wall_clock())
 
         def job() -> Packed | None:
             wanted = move.packed  # the engine's thread may give it up meanwhile

@@ -7,12 +7,13 @@ salted by tenant, so nobody else could find its blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from warmkv.faults import UserError
-from warmkv.policies.retention import TierIndex
-from warmkv.replicas.block_store.disk import BlockFileError, DiskTierError, Folder, Header, entry
+from warmkv.policies.prefix_tree.radix import RadixTree
+from warmkv.replicas.block_store.disk import BlockFileError, DiskTierError, Folder, Header, block
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.tiers import TierStorage
@@ -41,24 +42,39 @@ def read(path: Path, identity: Identity) -> list[tuple[Packed, Header]]:
         raise PackError(f"the pack does not fit or is damaged: {error}") from None
 
 
-def load(path: Path, identity: Identity, places: Sequence[TierStorage], indexes: Sequence[TierIndex]) -> set[bytes]:
+def load(
+    path: Path,
+    identity: Identity,
+    places: Sequence[TierStorage],
+    tree: RadixTree,
+    has: Callable[[bytes, int], bool],
+    now: float,
+) -> set[bytes]:
     """Keep a pack's blocks for good, in the first tier in memory that has room for all of them; their keys.
 
-    Raises PackError if it does not fit the model or the memory.
+    `has(key, tier)` tells what is there. Raises PackError if it does not fit the model or the memory.
     """
-    blocks = {bytes.fromhex(header.key): (packed, header) for packed, header in read(path, identity)}
-    for place, index in zip(places, indexes, strict=True):
-        new = {key: block for key, block in blocks.items() if key not in index}  # packs may begin alike
-        needed = sum(place.tier.weigh(header.plain, header.tokens) for _, header in new.values())
-        if place.folder is None and index.bytes + needed <= index.capacity:
+    packed = {bytes.fromhex(header.key): (kept, block(header, 0.0, 0.0)) for kept, header in read(path, identity)}
+    for tier, place in enumerate(places):
+        new = [each for _, each in packed.values() if not has(each.key, tier)]  # packs may begin alike
+        needed = sum(place.tier.weigh(each.plain, each.tokens) for each in new)
+        if place.folder is None and tree.spaces[tier].bytes + needed <= place.tier.capacity:
             break
     else:
         raise PackError(f"pack {path}: no tier in memory has room for its {needed} bytes")
-    for key, (packed, header) in new.items():
-        if not index.restore(entry(header, 0.0, 0.0), header.parent_key):  # no time of a pack is finite
-            raise PackError(f"pack {path} is not complete: the block before {header.key} is missing")
-        kept = place.converted(packed)
-        place.blocks[key] = kept.map(lambda part: part.pin_memory()) if place.pinned else kept
-    index.pin(list(blocks))
-    log.info("pack %s: %d blocks in the tier %s", path, len(blocks), place.tier.name)
-    return set(blocks)
+    if left_out := tree.restore(tier, new):
+        raise PackError(f"pack {path} is not complete: the block before {left_out[0].key.hex()} is missing")
+    for each in new:
+        converted = place.converted(packed[each.key][0])
+        place.blocks[each.key] = converted.map(lambda part: part.pin_memory()) if place.pinned else converted
+    followed = {each.parent for _, each in packed.values()}
+    for _, each in packed.values():
+        if each.mark_ttl or each.key not in followed:
+            node = tree.ending(each.key)
+            assert node is not None
+            tree.prolong(node.path(), math.inf, now)  # a lower tier may have had it, for less time
+            if each.mark_ttl:
+                tree.mark(node, math.inf, now)
+            tree.pin(node.path(), tier)
+    log.info("pack %s: %d blocks in the tier %s", path, len(packed), place.tier.name)
+    return set(packed)

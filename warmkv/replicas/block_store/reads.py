@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from warmkv.policies.prefix_cache import Match, Span
+from warmkv.policies.prefix_cache import Match
 from warmkv.replicas.block_store.disk import Folder, Header
 from warmkv.replicas.block_store.formats import Packed, unpack
 from warmkv.replicas.block_store.io_threads import Jobs
 
 log = logging.getLogger(__name__)
+
+
+class Span(NamedTuple):
+    """A key and the tokens of the prompt whose KV it holds."""
+
+    key: bytes
+    start: int
+    end: int
+
+
+def spans(chain: Sequence[bytes], tokens: int, size: int) -> list[Span]:
+    """Return the blocks of a chain over the first `tokens` tokens of a prompt, the last of them as long as is left."""
+    return [Span(key, at * size, min((at + 1) * size, tokens)) for at, key in enumerate(chain)]
 
 
 @dataclass(slots=True, eq=False)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from warmkv.policies.entry import Entry
-
 SAMPLE_EVERY = 16
 """Of the blocks that leave a tier one in so many is observed, the first among them: thousands may leave in a step."""
 
@@ -28,12 +26,16 @@ class Residency:
         if not math.isnan(used_at):
             self.gaps.append(now - used_at)
 
-    def left(self, entry: Entry, tier: str, now: float, *, evicted: bool) -> None:
-        """Note that a block leaves a tier: evicted, or because its TTL ran out."""
-        self._left += 1
-        if self._left % SAMPLE_EVERY != 1:
-            return
-        if not math.isnan(entry.since):
-            self.lifetimes.append((tier, now - entry.since))
-        if evicted and not math.isnan(entry.used_at):
-            self.idle.append((tier, now - entry.used_at))
+    def left(self, blocks: int, used_at: float, since: float, tier: str, now: float, *, evicted: bool) -> None:
+        """Note that blocks of one life leave a tier: evicted, or because their TTL ran out."""
+        observed = _samples(self._left + blocks) - _samples(self._left)
+        self._left += blocks
+        if not math.isnan(since):
+            self.lifetimes.extend([(tier, now - since)] * observed)
+        if evicted and not math.isnan(used_at):
+            self.idle.extend([(tier, now - used_at)] * observed)
+
+
+def _samples(blocks: int) -> int:
+    """Return how many of the first blocks that leave are observed."""
+    return -(-blocks // SAMPLE_EVERY)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from warmkv.config import PrefixCacheConfig
 from warmkv.policies.contents import Contents, contents_of
-from warmkv.policies.entry import Entry
-from warmkv.policies.prefix_cache import Lifetimes, PrefixCache, Span, spans
-from warmkv.policies.tiers import Copied, Left, Step, Stored, Tiers, tiers_of
+from warmkv.policies.prefix_cache import Lifetimes, PrefixCache
+from warmkv.policies.prefix_tree.held import Change, Copied, HeldBlock, Left, Stored
+from warmkv.policies.prefix_tree.radix import RadixTree
+from warmkv.policies.tiers import tiers_of
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.replicas.block_store import disk, packs
 from warmkv.replicas.block_store.disk import Folder
@@ -24,8 +25,8 @@ from warmkv.replicas.block_store.formats import Packed, pack, unpack
 from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.io_threads import IOThreads, Jobs, Threads
 from warmkv.replicas.block_store.moves import Moves
-from warmkv.replicas.block_store.published import PublishedBlocks
-from warmkv.replicas.block_store.reads import FileReads, WarmPrefix, copy_left
+from warmkv.replicas.block_store.presence import Presence, Publish
+from warmkv.replicas.block_store.reads import FileReads, Span, WarmPrefix, copy_left, spans
 from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.tiers import TierStorage
 
@@ -49,7 +50,7 @@ class BlockStore:
         identity: Identity,
         device: torch.device,
         clock: Callable[[], float],
-        publish: Callable[[Sequence[bytes], Sequence[bytes], str], None] = lambda stored, evicted, tier: None,
+        publish: Publish = lambda stored, evicted, tier: None,
         *,
         wake: Callable[[], None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
@@ -69,24 +70,31 @@ class BlockStore:
         self.residency = Residency()
         self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
         self.places = [TierStorage(tier, self._device_of(tier.name), self._dtype) for tier in tiers]
-        for place in self.places:
+        self._presence = Presence([tier.name for tier in tiers], self.block_size, publish)
+        self._lost: list[set[bytes]] = [set() for _ in tiers]  # of each tier, to be given up
+        self._moves = Moves(self.places, int(config.moving_bytes), self._jobs, self._not_moved, clock, wall_clock)
+        for at, place in enumerate(self.places):
             place.pinned = place.tier.name == "host" and device.type == "cuda"
             if place.tier.name == "disk":
                 assert config.disk.path is not None
                 place.folder = disk.claim(config.disk.path, identity, place.tier.storage)
-                self.lost_blocks += disk.restore(place.folder, self._cache.tiers.indexes[-1], clock(), wall_clock())
-        indexes, limit = self._cache.tiers.indexes, int(config.moving_bytes)
-        self._moves = Moves(self.places, indexes, limit, self._jobs, self._not_moved, clock, wall_clock)
+                self.lost_blocks += disk.restore(place.folder, self.tree, at, clock(), wall_clock())
+        self._note_restored()
         for path in config.packs if config.enabled else ():
-            self._packed_keys |= packs.load(path, identity, self.places, self._cache.tiers.indexes)
-        self._published = PublishedBlocks(self._cache.tiers, self.block_size, publish)
+            self._packed_keys |= packs.load(path, identity, self.places, self.tree, self._presence.has, clock())
+            self._note_restored()
 
     def _device_of(self, tier: str) -> torch.device:
         return self._device if tier == "device" else torch.device("cpu")
 
+    def _note_restored(self) -> None:
+        for change in self.tree.changes():
+            self._presence.note(change)
+        self._presence.settle()
+
     def __len__(self) -> int:
         """Return blocks and tails in all tiers; what is in two counts twice."""
-        return sum(len(tier_index) for tier_index in self._cache.tiers.indexes)
+        return sum(self._presence.blocks)
 
     @property
     def resident_bytes(self) -> int:
@@ -96,15 +104,12 @@ class BlockStore:
     @property
     def tier_bytes(self) -> dict[str, int]:
         """Return the bytes in each tier."""
-        return {
-            t.name: tier_index.bytes
-            for t, tier_index in zip(self._cache.tiers.tiers, self._cache.tiers.indexes, strict=True)
-        }
+        return {place.tier.name: space.bytes for place, space in zip(self.places, self.tree.spaces, strict=True)}
 
     @property
     def tier_limits(self) -> dict[str, int]:
         """Return the bytes that each tier may take."""
-        return {tier.name: tier.capacity for tier in self._cache.tiers.tiers}
+        return {place.tier.name: place.tier.capacity for place in self.places}
 
     @property
     def evicted(self) -> int:
@@ -119,7 +124,7 @@ class BlockStore:
     @property
     def pinned_bytes(self) -> int:
         """Return the bytes in all tiers that requests are reading."""
-        return sum(tier_index.pinned_bytes for tier_index in self._cache.tiers.indexes)
+        return sum(space.pinned for space in self.tree.spaces)
 
     @property
     def moving(self) -> int:
@@ -128,20 +133,24 @@ class BlockStore:
 
     def full_blocks(self) -> dict[str, list[bytes]]:
         """Return keys of the full blocks by the fastest tier that has them, for a snapshot."""
-        return self._published.by_tier()
+        return self._presence.by_tier()
 
     def contents(self, most: int) -> Contents:
         """Return what at most `most` blocks are, of all tiers together, by recency."""
-        return contents_of(self._cache.tiers, most, self.clock(), self._wall_clock())
+        return contents_of(self.tree, most, self.clock(), self._wall_clock())
 
     @property
-    def tiers(self) -> Tiers:
+    def tree(self) -> RadixTree:
         """Return the rules that it carries out."""
-        return self._cache.tiers
+        return self._cache.tree
+
+    def holds(self, key: bytes) -> bool:
+        """Return True if some tier has a key."""
+        return self._presence.fastest(key) is not None
 
     def leading(self, hashes: Sequence[bytes]) -> tuple[int, int]:
         """Return leading blocks in memory, and in any tier. Any thread may ask; the answer may be a step old."""
-        return self._published.leading(hashes)
+        return self._presence.leading(hashes)
 
     # --- a request's way
 
@@ -155,12 +164,13 @@ class BlockStore:
         """
         if not self.enabled:
             return WarmPrefix()
+        self.expire()
         now, cache = self.clock(), self._cache
         match = cache.match(hashes, reads, self.block_size, now)
         self.residency.reused(match.used_at, now)
         warm = WarmPrefix(match, match.tokens if most is None else min(most, match.tokens), since=now)
         if sums:
-            warm.reused, warm.sums = cache.match_sums(match, self.block_size, warm.reused, now)
+            warm.reused, warm.sums = cache.match_sums(match, warm.reused, now)
         for key in self._keys_to_attach(warm):
             packed = self.find(key)
             if packed is None:
@@ -244,46 +254,47 @@ class BlockStore:
             return 0
         sums = column_sums or {}
 
-        def computed(tier: int, key: bytes, span: Span | None) -> Packed:
-            assert span is not None
-            if span.sums:
-                return Packed("model", 0, (sums[span.end],))
-            at = slice(span.start, span.end)
-            block = torch.stack([keys[:, :, at], values[:, :, at]])
-            return pack(block, span.end - span.start, self.places[tier].tier.storage if tier == 0 else "model")
+        def computed(tier: int, block: HeldBlock) -> Packed:
+            if not block.tokens:
+                return Packed("model", 0, (sums[block.end],))
+            at = slice(block.end - block.tokens, block.end)
+            kept = torch.stack([keys[:, :, at], values[:, :, at]])
+            return pack(kept, block.tokens, self.places[tier].tier.storage if tier == 0 else "model")
 
         match, now, size = warm.match if warm is not None else None, self.clock(), self.block_size
         self.apply(self._cache.store(hashes, marks, size, now, tenant, match, begun, lifetimes), computed)
         if sums:
             position, first = next(iter(sums.items()))
             token_bytes = first.nbytes // position
-            steps = self._cache.store_sums(hashes, marks, list(sums), token_bytes, size, now, tenant, lifetimes)
-            self.apply(steps, computed)
+            changes = self._cache.store_sums(hashes, marks, list(sums), token_bytes, size, now, tenant, lifetimes)
+            self.apply(changes, computed)
         return self._cache.highest_mark(marks, self.clock())
 
     # --- beside the requests
 
     def expire(self) -> None:
         """Drop what has outlived its TTL."""
-        if self.enabled:
-            self.apply((step, None) for step in self._cache.tiers.expire(self.clock()))
+        if self.enabled and (expired := self._cache.expire(self.clock())):
+            self.apply(expired)
 
     def drop(self, tenant: str) -> int:
         """Forget a tenant's entries, packs aside; the bytes freed in all tiers. Takes time in the number of entries."""
         if not self.enabled:
             return 0
-        tiers, before = self._cache.tiers, sum(self.tier_bytes.values())
-        keys = {key for tier_index in tiers.indexes for key in tier_index.keys_of(tenant)} - self._packed_keys
-        self.apply((step, None) for step in tiers.drop(list(keys)))
+        before = sum(self.tier_bytes.values())
+        self.tree.drop(tenant, self._packed_keys)
+        self.apply(self.tree.changes())
         return before - sum(self.tier_bytes.values())
 
     def settle(self) -> None:
         """Take note of reads and moves that are done."""
         self._jobs.settle()
+        self._give_up_lost()
 
     def close(self) -> None:
         """Finish what is on its way and let the folder go to another process."""
         self._jobs.close()
+        self._give_up_lost()
         for place in self.places:
             if place.folder is not None:
                 place.folder.release()
@@ -291,71 +302,78 @@ class BlockStore:
     def export(self, chain: Sequence[bytes], folder: Folder) -> dict[bytes, int]:
         """Write a chain from memory into a pack's folder, to live for good; the bytes by key. Raises PackError."""
         written = {}
-        for key in chain:
-            packed, entry = self.find(key), self._cache.tiers.indexes[0].entry(key)
-            if packed is None or entry is None:
-                raise packs.PackError("memory does not suffice for the pack: raise prefix_cache.memory_bytes")
-            held = packed.map(lambda part: part.cpu())
-            folder.write(held, disk.lasting_header(entry, packed.storage, marked=entry.mark_expires_at > self.clock()))
-            written[key] = held.nbytes
+        for block in self.tree.held(self.tree.find(chain), [0]):
+            packed = self.find(block.key)
+            if packed is not None:
+                held = packed.map(lambda part: part.cpu())
+                marked = block.mark_expires_at > self.clock()
+                folder.write(held, disk.lasting_header(block, packed.storage, marked=marked))
+                written[block.key] = held.nbytes
+        if len(written) < len(chain):
+            raise packs.PackError("memory does not suffice for the pack: raise prefix_cache.memory_bytes")
         return written
 
-    # --- steps
+    # --- changes
 
     def apply(
         self,
-        steps: Iterable[tuple[Step, Span | None]],
-        made: Callable[[int, bytes, Span | None], Packed | None] = lambda tier, key, span: None,
+        changes: Iterable[Change],
+        made: Callable[[int, HeldBlock], Packed | None] = lambda tier, block: None,
     ) -> None:
-        """Do what the rules say, step by step; if keeping a block fails, the index promises none that is not there.
+        """Do what the tree says, in order; if keeping a block fails, it promises none that is not there.
 
-        `made(tier, key, span)` is asked for what is to be kept.
+        `made(tier, block)` is asked for what is to be kept.
         """
-        changed: list[bytes] = []
         failure: Exception | None = None
-        for step, span in steps:
-            changed.append(step.key)
-            match step:
-                case Stored(key, tier):
-                    packed = None
-                    try:
-                        if failure is None and (packed := made(tier, key, span)) is not None:
-                            self._put(key, tier, packed)
-                    except Exception as error:  # out of memory, say
-                        failure = error
-                    if failure is not None or packed is None:
-                        self._lose(key, tier)
-                case Copied(key, source, tier):
-                    packed = self.places[source].find(key)
-                    if packed is not None:
-                        self._moves.begin(key, tier, packed)
-                    else:
-                        self._lose(key, tier)
-                case Left(key, tier, expired, entry):
-                    self._count(key, tier, entry, expired=expired)
-                    self._remove(key, tier)
-        self._published.tell(changed)
+        for change in changes:
+            self._presence.note(change)
+            match change:
+                case Stored(run, tier):
+                    for block in run.blocks():
+                        packed = None
+                        try:
+                            if failure is None and (packed := made(tier, block)) is not None:
+                                self._put(block, tier, packed)
+                        except Exception as error:  # out of memory, say
+                            failure = error
+                        if failure is not None or packed is None:
+                            self._lose(block.key, tier)
+                case Copied(run, source, tier):
+                    for block in run.blocks():
+                        packed = self.places[source].find(block.key)
+                        if packed is not None:
+                            self._moves.begin(block, tier, packed)
+                        else:
+                            self._lose(block.key, tier)
+                case Left():
+                    self._has_left(change)
+        self._give_up_lost()
         if failure is not None:
             raise failure
 
-    def _count(self, key: bytes, tier: int, entry: Entry | None, *, expired: bool) -> None:
-        """Count a block that leaves a tier by why it does; of those that are dropped there is no entry."""
-        name, below = self.places[tier].tier.name, self._cache.tiers.indexes[tier + 1 :]
-        if entry is None:
-            self.left[name, "dropped"] += 1
-            return
-        why = "expired" if expired else "demoted" if any(key in tier_index for tier_index in below) else "evicted"
-        self.left[name, why] += 1
-        self.residency.left(entry, name, self.clock(), evicted=not expired)
+    def _has_left(self, left: Left) -> None:
+        """Let the bytes of what left a tier go, and count it by why it did."""
+        run, tier, why = left
+        name, count = self.places[tier].tier.name, len(run.keys)
+        if why == "evicted":
+            demoted = sum(self._presence.is_below(key, tier) for key in run.keys)
+            self.left[name, "demoted"] += demoted
+            self.left[name, "evicted"] += count - demoted
+        else:
+            self.left[name, why] += count
+        if why != "dropped":
+            self.residency.left(count, run.used_at, run.since, name, self.clock(), evicted=why == "evicted")
+        for key in run.keys:
+            self._remove(key, tier)
 
-    def _put(self, key: bytes, tier: int, packed: Packed) -> None:
+    def _put(self, block: HeldBlock, tier: int, packed: Packed) -> None:
         if tier == 0:
             place = self.places[tier]
-            place.blocks[key] = packed if place.takes_as_it_is(packed) else place.converted(packed)
+            place.blocks[block.key] = packed if place.takes_as_it_is(packed) else place.converted(packed)
         else:
-            self._moves.begin(key, tier, packed)
-            if not self._moves.leave_alone(key, tier, packed):
-                self._lose(key, tier)
+            self._moves.begin(block, tier, packed)
+            if not self._moves.leave_alone(block.key, tier, packed):
+                self._lose(block.key, tier)
 
     def _remove(self, key: bytes, tier: int) -> None:
         place = self.places[tier]
@@ -369,21 +387,28 @@ class BlockStore:
             self._jobs.submit("write", partial(place.folder.delete, key), lambda result: None)
 
     def _lose(self, key: bytes, tier: int) -> None:
-        """Mark a block missing in a tier."""
+        """Note that a tier has no bytes of a block: it is to be given up there, with what is behind it."""
         self.lost_blocks += 1
-        self._cache.tiers.indexes[tier].lose(key)
+        self._lost[tier].add(key)
+
+    def _give_up_lost(self) -> None:
+        """Give up what is lost, and tell routers what changed."""
+        while (tier := next((tier for tier, keys in enumerate(self._lost) if keys), None)) is not None:
+            keys, self._lost[tier] = self._lost[tier], set()
+            self.tree.lose(keys, tier)
+            for change in self.tree.changes():
+                self._presence.note(change)
+                if isinstance(change, Left):
+                    self._has_left(change)
+        self._presence.tell()
 
     def _not_moved(self, key: bytes, tier: int) -> None:
-        """Take note of a block that could not be brought into a tier."""
+        """Take note of a block that could not be brought into a tier, until `settle` ends."""
         self._lose(key, tier)
-        self._published.tell([key])
 
     def _damaged(self, key: bytes) -> None:
-        """Take note of a file that cannot be read."""
-        tier = next(at for at, place in enumerate(self.places) if place.folder is not None)
-        self._lose(key, tier)
-        self._remove(key, tier)
-        self._published.tell([key])
+        """Take note of a file that cannot be read, until `settle` ends."""
+        self._lose(key, next(at for at, place in enumerate(self.places) if place.folder is not None))
 
     # --- what to attach
 

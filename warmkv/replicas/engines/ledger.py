@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from warmkv.policies.contents import Contents, contents_of
 from warmkv.policies.keep_warm import KeepWarm, KeptPrefix
 from warmkv.policies.prefix_cache import Lifetimes, PrefixCache
-from warmkv.policies.tiers import Left, Step, Tier
+from warmkv.policies.prefix_tree.held import Change, Left
+from warmkv.policies.tiers import Tier
 from warmkv.prefixes import hashing
 from warmkv.prefixes.index import TIERS
 from warmkv.replicas.block_store.residency import Residency
@@ -57,6 +58,7 @@ class PrefixLedger:
         # Twice what vLLM has room for: tails, which are no blocks of vLLM's, are counted as well.
         self._cache = PrefixCache([Tier(TIERS[0], 2 * limit)], token_bytes, lifetimes)
         self._blocks = VllmBlocks(block_size, self._root_of)
+        self._held: set[bytes] = set()  # of what the rules keep
         self._published: dict[bytes, str] = {}
         self._names: defaultdict[bytes, set[bytes]] = defaultdict(set)  # other names of blocks, by their own key
         self._own: dict[bytes, bytes] = {}  # and the other way round
@@ -96,7 +98,7 @@ class PrefixLedger:
 
     def contents(self, most: int) -> Contents:
         """Return what at most `most` of the blocks and tails that may be read are, by recency."""
-        return contents_of(self._cache.tiers, most, self._clock(), time.time())
+        return contents_of(self._cache.tree, most, self._clock(), time.time())
 
     # --- a request's way
 
@@ -122,8 +124,9 @@ class PrefixLedger:
         match = self._cache.match(request.hashes[:blocks], request.reads, size, now)
         self.residency.reused(match.used_at, now)
         self._lifetimes = lifetimes = request.lifetimes or self._lifetimes
-        steps = self._cache.store(request.hashes, request.marks, size, now, request.tenant, match, begun, lifetimes)
-        self._apply(step for step, _ in steps)
+        self._apply(
+            self._cache.store(request.hashes, request.marks, size, now, request.tenant, match, begun, lifetimes)
+        )
         self._cache.release(match)
         self._follow_marks(request, now)
         written = self._cache.highest_mark(request.marks, now)
@@ -136,7 +139,7 @@ class PrefixLedger:
         self._warm.used(chain, self._stored)
         for mark in request.marks:
             blocks, rest = divmod(mark.position, size)
-            if not blocks or not self._cache.tiers.has_mark(mark.key, now):
+            if not blocks or self._cache.tree.marked(mark.key, now) is None:
                 continue
             if rest:
                 self._tails[request.hashes[blocks - 1]].add(mark.key)
@@ -150,11 +153,12 @@ class PrefixLedger:
         `usage` is the share of vLLM's cache that running requests use. A touch is no request: it is not billed, and no
         life is prolonged by it.
         """
-        now, has_mark = self._clock(), self._cache.tiers.has_mark
+        now, tree = self._clock(), self._cache.tree
         room = int(self._limit // (self._size * self._token_bytes) * (1 - usage))
 
         def alive(prefix: KeptPrefix[bytes, bytes]) -> bool:
-            return has_mark(prefix.mark, now) and all(self._blocks.tier(key) == TIERS[0] for key in prefix.chain)
+            marked = tree.marked(prefix.mark, now) is not None
+            return marked and all(self._blocks.tier(key) == TIERS[0] for key in prefix.chain)
 
         prefix = self._warm.due(self._stored, room, alive)
         return None if prefix is None else (prefix, cache_salt(prefix.root, self._generations.get(prefix.root, 0)))
@@ -169,7 +173,8 @@ class PrefixLedger:
                 self._stored += len(event.hashes)
             touched = [name for key in changes.gone for name in self._named(key)]
             tails = [tail for name in touched for tail in self._tails.get(name, ())]
-            self._apply(self._cache.tiers.drop([*tails, *touched]))
+            self._cache.tree.lose([*tails, *reversed(touched)], 0)
+            self._apply(self._cache.tree.changes())
             for key in changes.gone:
                 for name in self._names.pop(key, ()):
                     self._own.pop(name, None)
@@ -179,7 +184,7 @@ class PrefixLedger:
 
     def expire(self) -> None:
         """Drop what has outlived its TTL."""
-        self._apply(self._cache.tiers.expire(self._clock()))
+        self._apply(self._cache.expire(self._clock()))
 
     def drop(self, tenant: str) -> int:
         """Forget what is stored of a tenant: no request finds it any more; the bytes."""
@@ -188,8 +193,8 @@ class PrefixLedger:
             if name == tenant:
                 self._generations[root] = self._generations.get(root, 0) + 1
                 self._blocks.forget(root)
-        index = self._cache.tiers.indexes[0]
-        self._apply(self._cache.tiers.drop(index.keys_of(tenant)), "dropped")
+        self._cache.tree.drop(tenant, set())
+        self._apply(self._cache.tree.changes(), "dropped")
         return before - sum(self.tier_bytes.values())
 
     def _root_of(self, salt: str | None) -> bytes | None:
@@ -204,42 +209,46 @@ class PrefixLedger:
         Those before them that have outlived their TTL stay dead: the request that computes these has read none.
         """
         self.expire()
-        tiers, now, ttl = self._cache.tiers, self._clock(), self._lifetimes.default
-        held, new = tiers.indexes[0], set(keys)
+        now, ttl, held, new = self._clock(), self._lifetimes.default, self._held, set(keys)
         for key in reversed(keys):  # the last one's chain has the others
             if key in held:
                 continue
             chain = self._blocks.chain(key)
             if not chain or any(name not in held and (name in self._names or name not in new) for name in chain):
                 continue  # requests know it by other names, by which it is read, or it has expired
-            sizes, tokens = [self._size * self._token_bytes] * len(chain), [self._size] * len(chain)
             tenant = self._tenants.get(self._blocks.root(key), "")
-            self._apply(tiers.store(chain, sizes, tokens, ttl, now, tenant))
+            self._apply(self._cache.keep(chain, self._size, ttl, now, tenant))
 
     def _named(self, key: bytes) -> Iterable[bytes]:
         return (key, *self._names.get(key, ()))
 
-    def _apply(self, steps: Iterable[Step], why: str = "evicted") -> None:
-        """Count what leaves, where it has not expired by `why`, and publish what changed."""
-        changed = []
-        for step in steps:
-            changed.append(step.key)
-            if isinstance(step, Left) and (before := self._before.pop(step.key, None)) is not None:
-                self._tails[before].discard(step.key)
-                if not self._tails[before]:
-                    del self._tails[before]
-            if isinstance(step, Left):
-                self.left[TIERS[0], "expired" if step.expired else why] += 1
-                if step.entry is not None:
-                    self.residency.left(step.entry, TIERS[0], self._clock(), evicted=not step.expired)
+    def _apply(self, changes: Iterable[Change], dropped: str = "evicted") -> None:
+        """Count what leaves, by `dropped` what was given up, and publish what changed."""
+        changed: list[bytes] = []
+        for change in changes:
+            run = change.run
+            changed += run.keys
+            if not isinstance(change, Left):
+                self._held.update(run.keys)
+                continue
+            self._held.difference_update(run.keys)
+            for key in run.keys:
+                if (before := self._before.pop(key, None)) is not None:
+                    self._tails[before].discard(key)
+                    if not self._tails[before]:
+                        del self._tails[before]
+            self.left[TIERS[0], dropped if change.why == "dropped" else change.why] += len(run.keys)
+            if change.why != "dropped":
+                is_evicted = change.why == "evicted"
+                self.residency.left(len(run.keys), run.used_at, run.since, TIERS[0], self._clock(), evicted=is_evicted)
         self._tell(changed)
 
     def _tell(self, keys: Sequence[bytes]) -> None:
         """Publish which of these keys came to another tier, or are not to be read any more."""
-        known, index = self._published, self._cache.tiers.indexes[0]
+        known = self._published
         gone, came = [], dict[str, list[bytes]]()
         for key in dict.fromkeys(keys):
-            tier = self._blocks.tier(self._own.get(key, key)) if key in index else None
+            tier = self._blocks.tier(self._own.get(key, key)) if key in self._held else None
             if tier == known.get(key):
                 continue
             if tier is None:

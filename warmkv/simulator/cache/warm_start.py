@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from warmkv.policies.contents import Contents, HeldBlock
+from warmkv.policies.contents import Contents
+from warmkv.policies.prefix_tree.held import HeldBlock
 from warmkv.prefixes.record import Mark, RequestRecord
 
 

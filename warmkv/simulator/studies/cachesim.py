@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from warmkv.faults import UserError
 from warmkv.policies.eviction import Order
-from warmkv.policies.retention import TierIndex
+from warmkv.policies.prefix_tree.radix import RadixTree
+from warmkv.policies.tiers import Tier
 from warmkv.simulator.cache.stack_distance import needs
 from warmkv.simulator.studies.quantities import Unit
 from warmkv.simulator.traces import Trace
@@ -144,19 +145,27 @@ def by_order(
     correction: Correction = Correction(),
     progress: Callable[[int], None] = lambda requests: None,
 ) -> Hits:
-    """Simulate one cache, walked through block by block with the index of the live stores. Raises CacheSimError as
-    `lru` does.
+    """Simulate one cache with the tree of the live stores. Raises CacheSimError as `lru` does.
 
     Under every order only ends of chains are evicted, as with `lru(tail_first=True)`.
     """
 
     def empty(room: int) -> Cache:
-        index = TierIndex(room, order)
+        tree = RadixTree([Tier("device", room, order)])
 
         def use(request: Walked) -> int:
-            hit = index.match(request.chain, request.arrival)
-            index.touch(request.chain[:hit], request.arrival)
-            index.store(request.chain, request.weights, ttl + GRACE, request.arrival, tokens=request.tokens)
+            now, chain, kinds = request.arrival, request.chain, list(zip(request.tokens, request.weights, strict=True))
+            tree.expire(now)
+            path = tree.find(chain)
+            at = hit = sum([node.length for node in path])
+            tree.touch(path, now)
+            while at < len(chain):
+                end = next((end for end in range(at, len(chain)) if kinds[end] != kinds[at]), len(chain))
+                path.append(tree.behind(path, chain[at:end], *kinds[at]))
+                at = end
+            if path:
+                tree.store(path, ttl + GRACE, now, "")
+                tree.changes()
             return hit
 
         return use

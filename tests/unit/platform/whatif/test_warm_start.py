@@ -33,7 +33,7 @@ MOST = 1000
 
 def serve(cache: PrefixCache, line: RequestRecord, now: float) -> Match:
     """Do with a request what a replica's store does."""
-    list(cache.tiers.expire(now))
+    cache.expire(now)
     match = cache.match(line.hashes, line.reads, line.block_size, now)
     list(cache.store(line.hashes, line.marks, line.block_size, now, line.tenant, match))
     cache.release(match)
@@ -51,7 +51,7 @@ def replica(now: Config, log: Sequence[RequestRecord]) -> Contents:
     for line in log:
         serve(cache, line, line.arrival + line.ttft - OFFSET)
     last = log[-1].arrival + log[-1].ttft
-    return contents_of(cache.tiers, MOST, last - OFFSET, last)
+    return contents_of(cache.tree, MOST, last - OFFSET, last)
 
 
 def test_prefixes_that_were_written_before_the_window_are_predicted_as_they_are_found():
@@ -109,12 +109,12 @@ def test_a_restored_cache_goes_on_as_the_one_it_was_taken_of(log, data):
     for line in log[:cut]:
         serve(live, line, line.arrival)
     at = log[cut - 1].arrival if cut else 0.0
-    list(live.tiers.expire(at))
-    held = contents_of(live.tiers, MOST, at, OFFSET + at)
+    live.expire(at)
+    held = contents_of(live.tree, MOST, at, OFFSET + at)
     gauge, laid_out = TimeWeightedGauge(), layout([*log[cut:], *prompts_of([held], BLOCK)])
     simulated = ReplicaCache("a", laid_out, tiers, 2, lifetimes, gauge, Removals())
     simulated.restore(held, 0.0, OFFSET + at)
-    assert gauge.value == sum(one.bytes for one in live.tiers.indexes)
+    assert gauge.value == sum(space.bytes for space in live.tree.spaces)
     for line, prompt in zip(log[cut:], laid_out.prompts, strict=False):
         truth = serve(live, line, line.arrival)
         now = line.arrival - at
@@ -123,14 +123,14 @@ def test_a_restored_cache_goes_on_as_the_one_it_was_taken_of(log, data):
         assert (found.hit, found.blocks, found.tokens) == (truth.hit, truth.blocks, truth.tokens)
         simulated.store(prompt, line.marks, now, found, now)
         simulated.release(found)
-        assert gauge.value == sum(one.bytes for one in live.tiers.indexes)
+        assert gauge.value == sum(space.bytes for space in live.tree.spaces)
 
 
 def test_of_many_blocks_those_used_last_are_told_with_all_before_them():
     cache = PrefixCache([Tier("device", 10_000)], 2, Lifetimes(TTLS, 300.0, True))
     for at, start in enumerate((0, 100, 0, 200)):
         serve(cache, record(at, range(start, start + 4 * BLOCK)), float(at))
-    held = contents_of(cache.tiers, 6, 4.0, OFFSET).tiers["device"]
+    held = contents_of(cache.tree, 6, 4.0, OFFSET).tiers["device"]
     assert [one.used_at - OFFSET for one in held] == [-1.0] * 4 + [-2.0] * 2  # what came third was read then
     told = {b"", *(one.key for one in held)}
     assert all(one.parent in told for one in held)
@@ -152,7 +152,7 @@ def told(at: float, *since: float) -> list[Contents]:
 def contents_of_one():
     cache = PrefixCache([Tier("device", 100)], 2, Lifetimes(TTLS, 300.0, True))
     serve(cache, record(0, range(BLOCK)), 0.0)
-    return contents_of(cache.tiers, 1, 0.0, 0.0).tiers["device"][0]
+    return contents_of(cache.tree, 1, 0.0, 0.0).tiers["device"][0]
 
 
 def since(start: Start) -> list[float]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from warmkv.config import PrefixCacheConfig
-from warmkv.policies.retention import TierIndex
+from warmkv.policies.prefix_tree.radix import RadixTree
 from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.replicas.block_store import BlockStore, Identity, WarmPrefix
@@ -137,8 +137,7 @@ class Harness:
 
     def ttl(self, key: bytes) -> float:
         """Return the longest life that the entry of a key may have."""
-        entries = [index.entry(key) for index in self.store._cache.tiers.indexes]
-        return max((entry.ttl for entry in entries if entry is not None), default=0.0)
+        return max((node.ttl for node in self.store.tree._starts.values() if key in node.keys), default=0.0)
 
     def look_up(self, prompt: Prompt, reads: list[int]) -> None:
         warm = self.store.match(prompt.hashes, prompt.reads(reads))
@@ -182,8 +181,8 @@ class Harness:
         for prompt, warm, broken in self.held:
             if prompt.tenant == tenant:
                 broken |= set(warm.match.chain)
-        for index in self.store._cache.tiers.indexes:
-            assert not index.keys_of(tenant)
+        for tier in range(len(self.store.places)):
+            assert all(run.tenant != tenant for run in self.store.tree.recent(tier))
 
     def run(self, lane: str, most: int) -> None:
         self.lanes.run(lane, most)
@@ -220,21 +219,25 @@ class Harness:
     def files(self) -> dict[str, Path]:
         return {path.name.removesuffix(SUFFIX): path for path in (self.path / "0").glob(f"??/*{SUFFIX}")}
 
+    def keys(self, tier: int) -> set[bytes]:
+        """Return the keys that a tier holds by its tree."""
+        return {key for run in self.store.tree.recent(tier) for key in run.keys}
+
     # --- what must hold at all times
 
     def check(self) -> None:
         store = self.store
-        places, indexes = store.places, store._cache.tiers.indexes
-        for place, index in zip(places, indexes, strict=True):
-            held = set(index)
-            assert index.bytes <= index.capacity
+        for tier, place in enumerate(store.places):
+            assert store.tree.spaces[tier].bytes <= place.tier.capacity
             if place.folder is None:
-                assert place.blocks.keys() | place.arriving.keys() == held
+                assert place.blocks.keys() | place.arriving.keys() == self.keys(tier)
                 assert sum(packed.nbytes for packed in place.blocks.values()) <= place.tier.capacity
-            check_index(index)
+            assert all(store._presence.has(key, tier) for key in self.keys(tier))
+            assert store._presence.blocks[tier] == len(self.keys(tier))
+        check_tree(store.tree)
         assert store._moves.bytes <= self.config.moving_bytes
         assert self.directory == self.full_blocks()
-        assert all(store._cache.tiers.fastest(key) == tier for key, tier in self.directory.items())
+        assert all(store._presence.fastest(key) == tier for key, tier in self.directory.items())
 
     def check_at_rest(self) -> None:
         """Nothing is on its way, nobody reads: memory, files and indexes agree, and nothing is left over."""
@@ -245,33 +248,43 @@ class Harness:
         self.check()
         store = self.store
         assert (store._moves.bytes, len(store._reads)) == (0, 0)
-        disk, index = store.places[-1], store._cache.tiers.indexes[-1]
+        disk = store.places[-1]
         assert not disk.arriving
         files = self.files()
-        assert files.keys() == {key.hex() for key in index}
+        assert files.keys() == {key.hex() for key in self.keys(len(store.places) - 1)}
         assert sum(path.stat().st_size for path in files.values()) <= disk.tier.capacity
         assert not list((self.path / "0").rglob("*.part"))
-        for each in store._cache.tiers.indexes:
-            assert all(entry.pins == (entry.key in store._packed_keys) for entry in each._entries.values())
+        for tier, space in enumerate(store.tree.spaces):
+            packed = [run for run in store.tree.recent(tier) if run.keys[0] in store._packed_keys]
+            assert space.pinned == sum(
+                len(run.keys) * store.places[tier].tier.weigh(run.plain, run.tokens) for run in packed
+            )
 
 
-def check_index(index: TierIndex) -> None:
-    """What an index keeps beside its entries follows from them."""
-    entries = index._entries.values()
-    assert index.bytes == sum(entry.size for entry in entries)
-    assert index._pinned == sum(entry.size for entry in entries if entry.pins)
-    children = Counter(entry.parent.key for entry in entries if entry.parent is not None)
-    assert all(entry.children == children[entry.key] for entry in entries)
-    assert all(entry.parent is None or index._entries[entry.parent.key] is entry.parent for entry in entries)
-    free = {entry.key for entry in entries if not entry.pins and not entry.children}
-    assert free == {key for ends in index._ends.values() for key in ends}
-    assert all(entry.pins or entry.children or entry.key in index._deadlines for entry in entries)
-    if index._apart:
-        held = Counter[str]()
-        for entry in entries:
-            held[entry.tenant] += entry.size
-        assert {tenant: size for tenant, size in held.items() if size} == dict(index._held)
-        assert set(index._largest) == set(index._held)
+def check_tree(tree: RadixTree) -> None:
+    """What a tree keeps beside its nodes follows from them."""
+    nodes = set(tree._starts.values())
+    assert {node.keys[0]: node for node in nodes} == tree._starts
+    assert {node.keys[-1]: node for node in nodes} == tree._ends
+    for node in nodes:
+        assert node.span == node.length == len(node.keys)
+        assert node.parent is None or node.parent in nodes
+        assert node.end == node.length * node.tokens + (node.parent.end if node.parent is not None else 0)
+        assert node.sums is None or node.sums in nodes
+    for tier, space in enumerate(tree.spaces):
+        copies = [node.copies[tier] for node in nodes]
+        assert space.bytes == sum(copy.held * copy.size for copy in copies)
+        assert space.pinned == sum(copy.pinned * copy.size for copy in copies)
+        behind = Counter(copy.parent for copy in copies if copy.held and copy.parent is not None)
+        assert all(copy.children == behind[copy] for copy in copies)
+        assert all(copy.parent is None or copy.parent.held == copy.parent.node.length for copy in copies if copy.held)
+        assert all(copy.queued or copy.loose <= 0 for copy in copies)
+        if space.apart:
+            held = Counter[str]()
+            for copy in copies:
+                held[copy.tenant] += copy.held * copy.size
+            assert {tenant: size for tenant, size in held.items() if size} == dict(space._held)
+            assert set(space._largest) == set(space._held)
 
 
 def _content(path: Path | None) -> bytes | None:

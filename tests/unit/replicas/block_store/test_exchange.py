@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.replicas.block_store.harness import BLOCK, CPU, IDENTITY, TOKEN, Prompt
+from tests.unit.replicas.block_store.harness import BLOCK, CPU, IDENTITY, TOKEN, Prompt, check_tree
 from warmkv.config import PrefixCacheConfig
 from warmkv.replicas.block_store import BlockStore
 from warmkv.replicas.block_store.exchange import PayloadError, lend, seal, take, unseal
@@ -53,7 +53,7 @@ def move(
     tails, more, pieces = [read.key for read in prompt.reads(reads or [])], True, 0
     while more:
         first, _ = other.leading(prompt.hashes)
-        lent, more = lend(donor, prompt.hashes[first:], tails, most, **how)
+        lent, more = lend(donor, prompt.hashes, first, tails, most, **how)
         if lent:
             pieces += 1
             take(other, [unseal(seal(one), IDENTITY, ("model", other.places[0].tier.storage)) for one in lent])
@@ -121,7 +121,7 @@ def test_a_format_arrives_as_it_is(storage):
     keys, values = torch.randn(2, 2, 1, 150, 32)
     hashes = [bytes([number]) * 16 for number in range(2)]
     donor.store(hashes, (), keys, values)
-    lent, _ = lend(donor, hashes, (), 1 << 30)
+    lent, _ = lend(donor, hashes, 0, (), 1 << 30)
     take(other, [unseal(seal(one), identity, ("model", storage)) for one in lent])
     for key in hashes:
         there, here = donor.places[0].blocks[key], other.places[0].blocks[key]
@@ -156,7 +156,7 @@ def test_what_has_outlived_its_life_is_not_lent():
     prompt, donor = Prompt("t", [1] * 8), make()
     write(donor, prompt)
     donor.clock.now += 31.0  # type: ignore[attr-defined]
-    assert lend(donor, prompt.hashes, [], 1 << 30) == ([], False)
+    assert lend(donor, prompt.hashes, 0, [], 1 << 30) == ([], False)
 
 
 def test_the_receivers_limits_hold():
@@ -199,7 +199,7 @@ def test_a_piece_is_limited_and_all_pieces_make_the_whole():
 def test_blocks_without_the_one_before_are_left_out():
     prompt, donor, other = Prompt("t", [1] * 40), make(), make()
     write(donor, prompt)
-    lent, _ = lend(donor, prompt.hashes, [], 1 << 30)
+    lent, _ = lend(donor, prompt.hashes, 0, [], 1 << 30)
     assert take(other, lent[1:]) == 0
     assert take(other, [*lent[:3], *lent[4:]]) == 3
     assert len(other) == 3
@@ -208,7 +208,7 @@ def test_blocks_without_the_one_before_are_left_out():
 def test_blocks_that_do_not_follow_by_their_positions_are_left_out():
     prompt, donor, other = Prompt("t", [1] * 16), make(), make()
     write(donor, prompt)
-    lent, _ = lend(donor, prompt.hashes, [], 1 << 30)
+    lent, _ = lend(donor, prompt.hashes, 0, [], 1 << 30)
     moved = [(replace(header, end=header.end + 4), packed) for header, packed in lent]
     assert take(other, moved) == 0
     assert take(other, [*lent[:2], *moved[2:]]) == 2
@@ -217,9 +217,9 @@ def test_blocks_that_do_not_follow_by_their_positions_are_left_out():
 def test_a_donor_without_column_sums_has_nothing_for_whoever_needs_them():
     prompt, donor = Prompt("t", [1] * 40), make()
     write(donor, prompt, {22: "5m"})
-    assert lend(donor, prompt.hashes, [prompt.key(22)], 1 << 30, sums=True) == ([], False)
+    assert lend(donor, prompt.hashes, 0, [prompt.key(22)], 1 << 30, sums=True) == ([], False)
     write(donor, prompt, {22: "5m"}, sums=True)
-    lent, _ = lend(donor, prompt.hashes, [prompt.key(22)], 1 << 30, sums=True)
+    lent, _ = lend(donor, prompt.hashes, 0, [prompt.key(22)], 1 << 30, sums=True)
     assert [header.end for header, _ in lent] == [4, 8, 12, 16, 20, 22, 22]
 
 
@@ -238,7 +238,7 @@ def test_a_donor_without_column_sums_has_nothing_for_whoever_needs_them():
 def test_a_header_that_does_not_fit_is_refused(wrong):
     prompt, donor = Prompt("t", [1] * 8), make()
     write(donor, prompt)
-    payload = seal(lend(donor, prompt.hashes, [], 1 << 30)[0][0])
+    payload = seal(lend(donor, prompt.hashes, 0, [], 1 << 30)[0][0])
     with pytest.raises(PayloadError):
         unseal(replace(payload, header=replace(payload.header, **wrong)), IDENTITY, ("model",))
 
@@ -246,7 +246,7 @@ def test_a_header_that_does_not_fit_is_refused(wrong):
 def test_bytes_that_do_not_fit_are_refused():
     prompt, donor = Prompt("t", [1] * 8), make()
     write(donor, prompt)
-    payload = seal(lend(donor, prompt.hashes, [], 1 << 30)[0][0])
+    payload = seal(lend(donor, prompt.hashes, 0, [], 1 << 30)[0][0])
     (array,) = payload.arrays
     for wrong in (
         replace(payload, arrays=(array[:-1],)),
@@ -265,7 +265,7 @@ def test_bytes_that_do_not_fit_are_refused():
 def test_what_arrived_shares_no_memory_with_what_carried_it():
     prompt, donor, other = Prompt("t", [1] * 8), make(), make()
     write(donor, prompt)
-    payloads = [seal(one) for one in lend(donor, prompt.hashes, [], 1 << 30)[0]]
+    payloads = [seal(one) for one in lend(donor, prompt.hashes, 0, [], 1 << 30)[0]]
     for payload in payloads:
         payload.arrays[0].flags.writeable = False
     take(other, [unseal(payload, IDENTITY, ("model",)) for payload in payloads])
@@ -298,9 +298,10 @@ def test_stores_that_exchange_at_random_never_give_wrong_kv(seed, prompts):
                     store.clock.now += chance.choice([1.0, 40.0])  # type: ignore[attr-defined]
                     store.expire()
         for store in stores:
-            for place, index in zip(store.places, store.tiers.indexes, strict=True):
-                assert index.bytes <= index.capacity
-                assert index.bytes == sum(packed.nbytes for packed in place.blocks.values())
+            check_tree(store.tree)
+            for place, space in zip(store.places, store.tree.spaces, strict=True):
+                assert space.bytes <= space.capacity
+                assert space.bytes == sum(packed.nbytes for packed in place.blocks.values())
 
 
 def test_what_a_store_tells_of_its_blocks_is_what_it_holds_in_unix_time():
@@ -313,10 +314,10 @@ def test_what_a_store_tells_of_its_blocks_is_what_it_holds_in_unix_time():
     entries = told.tiers["device"]
     assert (told.at, len(entries)) == (1.7e9, 4)  # two blocks, a tail, and its column sums
     for held in entries:
-        entry = store.tiers.indexes[0].entry(held.key)
-        assert entry is not None
-        assert (held.plain, held.tokens, held.tenant, held.ttl) == (entry.plain, entry.tokens, "t", entry.ttl)
-        assert held.expires_at == 1.7e9 + entry.ttl
-        assert held.parent == (entry.parent.key if entry.parent else b"")
+        node = store.tree.ending(held.key)
+        assert node is not None
+        assert (held.plain, held.tokens, held.tenant, held.ttl) == (node.plain, node.tokens, "t", node.ttl)
+        assert held.expires_at == 1.7e9 + node.ttl
+        assert held.parent == (node.parent.keys[-1] if node.parent is not None else b"")
     assert sum(held.mark_expires_at == 1.7e9 + 200 for held in entries) == 1
     assert len(store.contents(2).tiers["device"]) == 2

@@ -233,8 +233,7 @@ def test_a_failing_prompt_ends_alone_and_leaves_nothing_behind(driver, monkeypat
     shaky.run(make_request(tokens, name="lost", reads=[37]))
     assert "RuntimeError" in shaky.told["lost"][-1].message
     assert shaky.tokens("decodes") == expected
-    tier_index = shaky.engine.store._cache.tiers.indexes[0]
-    assert all(entry.pins == 0 for entry in tier_index._entries.values())
+    assert shaky.engine.store.pinned_bytes == 0
     assert all(slab.is_empty for slab in shaky.engine.pool.slabs)
     assert shaky.run(make_request(tokens, reads=[37], name="after")) == driver().run(make_request(tokens))
     assert shaky.started("after").hit == 37
@@ -265,7 +264,7 @@ def test_a_store_that_fails_half_way_promises_nothing_it_does_not_have(driver, m
     shaky.run(make_request(prompt(40), name="lost"))
     assert "RuntimeError" in shaky.told["lost"][-1].message
     store = shaky.engine.store
-    assert set(store._cache.tiers.indexes[0]) == set(store.places[0].blocks)
+    assert {key for run in store.tree.recent(0) for key in run.keys} == set(store.places[0].blocks)
     assert len(store.places[0].blocks) == 2
     assert shaky.run(make_request(prompt(40), name="after")) == driver().run(make_request(prompt(40)))
     assert shaky.started("after").cached_tokens == 2 * BLOCK

@@ -112,14 +112,14 @@ def test_reads_and_writes_are_those_of_the_replica_s_own_rules(asks, late: bool,
         vllm.now += seconds
         marks = {at: ttl for at, ttl in marks.items() if at <= len(tokens)}
         request = asked(tokens, marks, tenant, other)
-        list(own.tiers.expire(vllm.now))
+        own.expire(vllm.now)
         match = own.match(request.hashes, request.reads, SIZE, vllm.now)
         own.release(match)
         list(own.store(request.hashes, request.marks, SIZE, vllm.now, request.tenant, match))
         reading, found = vllm.answer(request, late)
         assert (reading.hit, reading.written) == (match.hit, own.highest_mark(request.marks, vllm.now))
         assert reading.cached_tokens == min(found, match.tokens)
-        held = {key for key in own.tiers.indexes[0].keys_of() if own.tiers.indexes[0].match([key], vllm.now)}
+        held = {key for run in own.tree.recent(0) for key in run.keys}
         told = {key for key in held if vllm.ledger._blocks.tier(vllm.ledger._own.get(key, key))}
         assert set(vllm.directory) == told >= set(request.hashes) & held
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, config, logs, record, run
-from warmkv.policies.contents import Contents, HeldBlock
+from warmkv.policies.contents import Contents
+from warmkv.policies.prefix_tree.held import HeldBlock
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cluster.cluster import simulate
@@ -140,8 +141,8 @@ def test_replicas_begin_with_what_those_of_their_group_held():
     ask = [record(1.7e9 + at, [1] * 9, policy=policy, name=policy) for at, policy in enumerate(["snapkv@6", "full"])]
     (key, more) = ask[0].hashes
     held = [
-        HeldBlock(one, before, 8, 4, "t", 300.0, 1.7e9 + 300, 0.0, 0.0, 0, 1.7e9, 1.7e9)
-        for one, before in ((key, b""), (more, key))
+        HeldBlock(one, before, 8, 4, end, "t", 300.0, 1.7e9 + 300, 0.0, 0.0, 0, 1.7e9, 1.7e9)
+        for one, before, end in ((key, b"", 4), (more, key, 8))
     ]
     settings = config(BOTH, "prefix_cache.ttls={5m: 300, 1h: 3600}", "routing.transfer=false")
     jobs, lifetimes = prepare(ask, settings, Variant())

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import BLOCK, EXACT, ROOT, config, record, run
 from tests.unit.simulator.engine.test_block_pool import Lists
-from warmkv.policies.contents import Contents, HeldBlock
+from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policies.prefix_tree.held import HeldBlock
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.hashing import block_hashes
 from warmkv.replicas.engines.kv_events import BlocksRemoved, BlocksStored
@@ -157,9 +158,9 @@ def test_a_replay_of_a_running_service_begins_with_its_blocks_in_their_order():
     tokens = [list(range(1, 37)), list(range(51, 87))]
     records = [record(1.7e9 + at, one, 1) for at, one in enumerate(tokens)]
     held = [
-        HeldBlock(key, before, 8, BLOCK, "t", 300.0, 1.7e9 + 300, 0.0, 0.0, 0, 1.7e9, 1.7e9)
+        HeldBlock(key, before, 8, BLOCK, BLOCK * at, "t", 300.0, 1.7e9 + 300, 0.0, 0.0, 0, 1.7e9, 1.7e9)
         for one in records
-        for key, before in zip(one.hashes, (b"", *one.hashes), strict=False)
+        for at, (key, before) in enumerate(zip(one.hashes, (b"", *one.hashes), strict=False), 1)
     ]
     settings = config(VLLM, *SMALL)
     jobs, lifetimes = prepare(records, settings, Variant())
