@@ -45,7 +45,7 @@ def race(blocks: int, repeats: int, results: Results, say: Callable[[str], None]
     cache = _cache("lru", blocks)
     for hashes in few:
         _store(cache, hashes)
-    held = len(cache.tiers.indexes[0])
+    held = sum(len(run.keys) for run in cache.tree.recent(0))
     results.add("index_bytes_per_block", tracemalloc.get_traced_memory()[0] / held)
     tracemalloc.stop()
 
@@ -56,8 +56,7 @@ def _cache(name: Eviction, blocks: int) -> PrefixCache:
 
 
 def _store(cache: PrefixCache, hashes: list[bytes]) -> None:
-    for _ in cache.store(hashes, (), SIZE, 0.0):
-        pass
+    cache.store(hashes, (), SIZE, 0.0)
 
 
 def _look_up(cache: PrefixCache, hashes: list[bytes]) -> None:

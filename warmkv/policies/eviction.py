@@ -1,7 +1,7 @@
 """Eviction orders as values: the replica's store and the simulator share them.
 
 An order gives a block a priority, a tuple of numbers; the least goes first. It only ever chooses among the ends of
-chains without readers (`retention.TierIndex`), so that what remains can always be reached from its beginning.
+chains without readers (`prefix_tree`), so that what remains can always be reached from its beginning.
 
 Orders by worth age: a block's worth is added to the priority of what was given up last when the block was used, so what
 was worth much long ago goes before what is worth something now (Greedy-Dual-Size-Frequency, Cherkasova, 1998).

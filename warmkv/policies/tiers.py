@@ -1,4 +1,4 @@
-"""Where a block lives: device, host memory, disk. The rules, without the bytes.
+"""Where a block lives: device, host memory, disk. What moves between these, `prefix_tree` says.
 
 A lower tier holds whole chains, from their first blocks on, whatever the tiers above hold: so it can be read on its
 own, after a restart too, and a tier above gives up what lies below at once. What a tier evicts goes down together with
