@@ -170,6 +170,9 @@ def by_order(
 
         return use
 
+    if not _stand_for_prefixes(trace):
+        behind = "a prompt has the same block twice, or one that stands behind different ones elsewhere"
+        raise CacheSimError(f"{behind}; only --eviction lru can count that")
     return _walk(trace, empty, capacity, ttl, unit, scope, correction, progress)
 
 
@@ -255,6 +258,16 @@ def _walk(
             progress(i)
     prompts, count = int(trace.input_tokens.sum(dtype=np.int64)), len(trace.blocks)
     return Hits(tokens, blocks, tokens / prompts if prompts else 0.0, blocks / count if count else 0.0)
+
+
+def _stand_for_prefixes(trace: Trace) -> bool:
+    """Return True if every block always follows the same one."""
+    _, blocks = np.unique(trace.blocks, return_inverse=True)
+    before = np.roll(blocks, 1)
+    before[trace.offsets[:-1][np.diff(trace.offsets) > 0]] = -1
+    parents = np.empty_like(blocks)
+    parents[blocks] = before
+    return bool((parents[blocks] == before).all())
 
 
 def _needs(trace: Trace, ttl: float) -> Ints:

@@ -194,9 +194,10 @@ def test_an_independent_simulator_finds_as_much():
         }
 
 
-def test_a_block_twice_in_a_prompt_is_for_the_pass_only():
+@pytest.mark.parametrize("prompts", [[(0, [1, 1], 4, 0)], [(0, [1, 2], 4, 0), (1, [2], 2, 0)]])
+def test_blocks_that_do_not_stand_for_prefixes_are_for_the_pass_only(prompts):
     with pytest.raises(CacheSimError, match="the same block twice"):
-        cachesim.by_order(trace_of([(0, [1, 1], 4, 0)]), eviction.lfu, 10)
+        cachesim.by_order(trace_of(prompts), eviction.lfu, 10)
 
 
 @given(chains(), st.sampled_from([Correction(), Correction(2, 0), Correction(0, 7), Correction(2, 7)]))
