@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from warmkv.policies.prefix_tree.nodes import NEVER
+from warmkv.policies.prefix_tree.nodes import NEVER, Copy
 
 
 class HeldBlock(NamedTuple):
@@ -67,6 +67,18 @@ class HeldRun:
                 mark_expires_at, self.reads, self.used_at, self.since,
             )  # fmt: skip
             parent, end = key, end + self.tokens
+
+
+def run_of(copy: Copy, first: int, last: int) -> HeldRun:
+    """Return blocks of a node with keys, from number `first` on and before `last`, as a tier holds them."""
+    node = copy.node
+    before = node.keys[first - 1] if first else node.parent.keys[-1] if node.parent is not None else b""
+    marked = last == node.length
+    return HeldRun(
+        node.keys[first:last], before, node.plain, node.tokens, node.end - (node.length - first - 1) * node.tokens,
+        copy.tenant, node.ttl, node.expires, node.mark_ttl if marked else 0.0,
+        node.mark_expires if marked else NEVER, node.reads, node.used_at, copy.since,
+    )  # fmt: skip
 
 
 class Stored(NamedTuple):

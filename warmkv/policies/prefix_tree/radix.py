@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from warmkv.policies.prefix_tree.held import Change, HeldBlock, HeldRun
+from warmkv.policies.prefix_tree.held import Change, HeldBlock, HeldRun, run_of
 from warmkv.policies.prefix_tree.nodes import Copy, Node
 from warmkv.policies.prefix_tree.tree import Life, Path, PrefixTree, Reading
 from warmkv.policies.tiers import Tier
@@ -253,7 +253,7 @@ class RadixTree:
             for copy in sorted(copies, key=lambda copy: copy.held):
                 if copy.held > at:
                     first = next(each for each in copies if each.held >= copy.held)
-                    yield from self._tree.run(first, at, copy.held).blocks()
+                    yield from run_of(first, at, copy.held).blocks()
                     at = copy.held
             if at < node.length:
                 return
@@ -267,7 +267,7 @@ class RadixTree:
                 if each not in seen:
                     seen.add(each)
                     copy = each.copies[tier]
-                    yield self._tree.run(copy, 0, copy.held)
+                    yield run_of(copy, 0, copy.held)
 
     def by_worth(self, tier: int) -> list[tuple[Path, int]]:
         """Return the paths to the ends of what a tier holds, in reverse order of eviction. O(n log n).

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from warmkv.policies.eviction import CostAware, lfu
 from warmkv.policies.prefix_tree.deadlines import Deadlines
-from warmkv.policies.prefix_tree.held import Change, Copied, HeldRun, Left, Stored
+from warmkv.policies.prefix_tree.held import Change, Copied, HeldRun, Left, Stored, run_of
 from warmkv.policies.prefix_tree.nodes import NEVER, Copy, Node
 from warmkv.policies.prefix_tree.tier import Evicted, TierSpace
 from warmkv.policies.tiers import Tier
@@ -335,22 +335,11 @@ class PrefixTree:
 
     # --- what is told
 
-    def run(self, copy: Copy, first: int, last: int) -> HeldRun:
-        """Return blocks of a node, from number `first` on and before `last`, as a tier holds them."""
-        node = copy.node
-        before = node.keys[first - 1] if first else node.parent.keys[-1] if node.parent is not None else b""
-        marked = last == node.length
-        return HeldRun(
-            node.keys[first:last], before, node.plain, node.tokens, node.end - (node.length - first - 1) * node.tokens,
-            copy.tenant, node.ttl, node.expires, node.mark_ttl if marked else 0.0,
-            node.mark_expires if marked else NEVER, node.reads, node.used_at, copy.since,
-        )  # fmt: skip
-
     def _runs(self, gone: Evicted) -> list[HeldRun]:
         """Return what has left, where that is told."""
         if self.changes is None:
             return []
-        return [self.run(copy, held - blocks, held) for copy, held, blocks in gone]
+        return [run_of(copy, held - blocks, held) for copy, held, blocks in gone]
 
     def _came(self, tier: int, node: Node, blocks: int, source: int | None) -> None:
         """Tell of the last blocks that a tier holds of a path up to a node: those that came."""
@@ -361,7 +350,7 @@ class PrefixTree:
             copy = part.copies[tier]
             copy.since = self.clock
             count = min(blocks, copy.held)
-            run = self.run(copy, copy.held - count, copy.held)
+            run = run_of(copy, copy.held - count, copy.held)
             parts.append(Stored(run, tier) if source is None else Copied(run, source, tier))
             blocks -= count
             if blocks:  # the node was split meanwhile
@@ -376,7 +365,7 @@ class PrefixTree:
         space, copy = self.spaces[tier], node.copies[tier]
         space.evicted += blocks
         if self.changes is not None:
-            self.changes.append(Left(self.run(copy, copy.held - blocks, copy.held), tier, "dropped"))
+            self.changes.append(Left(run_of(copy, copy.held - blocks, copy.held), tier, "dropped"))
         space.shorten(copy, blocks)
         self._shortened.append(node)
         self._settle()
@@ -400,7 +389,7 @@ class PrefixTree:
         for node in behind:
             copy = node.copies[tier]
             if copy.held and self.changes is not None:
-                self.changes.append(Left(self.run(copy, 0, copy.held), tier, "dropped"))
+                self.changes.append(Left(run_of(copy, 0, copy.held), tier, "dropped"))
             self._shortened.append(node)
             before = node.parent.copies[tier] if node.parent is not None else None
             node.copies[tier] = Copy(node, before, copy.size)

@@ -31,7 +31,8 @@ from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.tiers import TierStorage
 
 LEFT = ("demoted", "evicted", "expired", "dropped")
-"""Why blocks leave a tier: a lower one has them; to make room, for good; their TTL ran out; an operator's order."""
+"""Why blocks leave a tier: a lower one has them; to make room, for good; their TTL ran out; an operator's order, or one
+before them was lost."""
 
 WAIT_SECONDS = 5.0  # longest time a request waits for its files; then its prompt is computed instead
 
