@@ -65,4 +65,4 @@ def test_policies_go_to_the_replicas_that_serve_them_and_both_answer_alike(clust
     verdict = verify(records, config, AT_ONCE)
     assert (verdict.refused, verdict.equal_hits, verdict.hit_error, verdict.equal_bills) == (0, 1, 0, 1)
     replayed = run(records, config, Variant(), AT_ONCE).jobs
-    assert [job.replica for job in replayed[2:]] == ["replica-0"] * 3
+    assert [job.replica for job in list(replayed)[2:]] == ["replica-0"] * 3

@@ -68,7 +68,7 @@ def test_packs_are_neither_evicted_nor_forgotten(serve, pack):
     label = server.requests[-1].tenant
     freed = server.engine.drop_prefixes(label).result(30)
     assert freed >= 0
-    assert before <= set(server.engine.store._cache.tiers.indexes[0])
+    assert before <= {key for run in server.engine.store.tree.recent(0) for key in run.keys}
     answer = ask(server, [marked(DOCUMENT), plain("What has a name?")], system=SYSTEM)
     assert answer.usage.cache_read_input_tokens > 0
 

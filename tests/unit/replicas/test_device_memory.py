@@ -147,7 +147,7 @@ def test_the_plan_reaches_engine_pool_and_store(models, monkeypatch):
     engine, found = driver.engine, driver.engine.memory
     assert found.lines[0].bytes == model.weight_bytes()
     assert engine.scheduler.kv == found.kv
-    assert engine.store.tiers.tiers[0].capacity == found.stored.bytes == pytest.approx(found.kv.bytes / 2, abs=1)
+    assert engine.store.tier_limits["device"] == found.stored.bytes == pytest.approx(found.kv.bytes / 2, abs=1)
     assert len(driver.run(make_request([1, 2, 3], new=4))[0]) == 4
 
 

@@ -224,8 +224,7 @@ def test_a_request_that_waits_for_files_can_be_cancelled(models, tmp_path):
     gate.set()
     assert driver.finished("waits").reason == "cancelled"
     assert len(driver.tokens("next")) == 20
-    for index in driver.engine.store._cache.tiers.indexes:
-        assert all(entry.pins == 0 for entry in index._entries.values())
+    assert driver.engine.store.pinned_bytes == 0
 
 
 @pytest.mark.parametrize("storage", ["fp8", "kivi4"])
@@ -343,7 +342,7 @@ def test_forgetting_what_a_request_reads_does_not_harm_it(models):
     driver.run()
     assert driver.started("reads").cached_tokens == 0
     assert driver.run(of("a", make_request(TOKENS, new=8, name="again"))) == expected
-    assert all(entry.pins == 0 for entry in driver.engine.store._cache.tiers.indexes[0]._entries.values())
+    assert driver.engine.store.pinned_bytes == 0
 
 
 def test_one_tenant_cannot_evict_another_below_its_share(models):
@@ -355,6 +354,7 @@ def test_one_tenant_cannot_evict_another_below_its_share(models):
         driver.run(of("large", make_request(tokens, new=1, name=f"large {number}")))
     driver.run(of("small", make_request(TOKENS[:32], new=1, name="again")))
     assert driver.started("again").cached_tokens == 31  # the last one is computed for its logits
-    index = driver.engine.store._cache.tiers.indexes[0]
-    assert index.bytes_of("small") == 4 * size
-    assert index.bytes_of("large") == 6 * size
+    held = {"small": 0, "large": 0}
+    for run in driver.engine.store.tree.recent(0):
+        held[run.tenant] += len(run.keys) * size
+    assert held == {"small": 4 * size, "large": 6 * size}
