@@ -190,7 +190,7 @@ class PrefixCache:
             blocks, rest = divmod(position, size)
             chain = [*hashes[:blocks], tails[position]] if rest else hashes[:blocks]
             path = self.tree.find(chain)
-            if not path or sum([node.length for node in path]) < len(chain):
+            if not path or path[-1].end != position:
                 continue
             path.append(self.tree.behind(path, [sums_key(chain[-1])], 0, position * token_bytes))
             self.tree.store(path, ttls.get(position, lifetimes.default), now, tenant)
