@@ -135,8 +135,8 @@ def take(store: BlockStore, blocks: Sequence[StoredBlock]) -> int:
     """
     store.expire()
     now, arrived = store.clock(), {bytes.fromhex(header.key): packed for header, packed in blocks}
-    for run in _runs([disk.block(header, store.clock(), 0.0) for header, _ in blocks]):
-        parent = store.tree.ending(run[0].parent) if run[0].parent else None
+    for run in _runs([disk.block(header, now, 0.0) for header, _ in blocks]):
+        parent = store.tree.ending(run[0].parent) if store.holds(run[0].parent) else None
         before = parent.end if parent is not None else 0
         if (run[0].parent and not _is_in_memory(store, parent)) or run[0].end != before + run[0].tokens:
             continue

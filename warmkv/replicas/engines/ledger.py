@@ -173,7 +173,7 @@ class PrefixLedger:
                 self._stored += len(event.hashes)
             touched = [name for key in changes.gone for name in self._named(key)]
             tails = [tail for name in touched for tail in self._tails.get(name, ())]
-            self._cache.tree.lose([*tails, *reversed(touched)], 0)
+            self._cache.tree.lose([key for key in (*tails, *reversed(touched)) if key in self._held], 0)
             self._apply(self._cache.tree.changes())
             for key in changes.gone:
                 for name in self._names.pop(key, ()):
