@@ -21,7 +21,7 @@ ORDERS = {name: eviction.order(name, PrefillCost(3)) for name in ("lru", "lfu", 
 
 
 def chain(*path):
-    """Keys of a tree: a block's key is the path to it, as a chained hash covers all before it."""
+    """Return keys of a tree: a block's key is the path to it, as a chained hash covers all before it."""
     return [bytes(path[: end + 1]) for end in range(len(path))]
 
 
@@ -31,7 +31,7 @@ def tiers(*capacities, order=eviction.lru, share=0.0):
 
 
 def store(tree, keys, now=0.0, ttl=100.0, tenant=""):
-    """Store blocks of a token and a byte each; what changed."""
+    """Store blocks of a token and a byte each; return what changed."""
     tree.expire(now)
     tree.store(tree.path(keys, 1, 1), ttl, now, tenant)
     return tree.changes()
@@ -53,7 +53,7 @@ def gone(changes, why="evicted"):
 
 
 class RadixMachine(RuleBasedStateMachine):
-    """A tier beside a dictionary, with every rule written out the slow way.
+    """Compare a tier with a dictionary, with every rule written out the slow way.
 
     A model entry is [expires_at, ttl, mark_expires_at, mark_ttl, reads, used, floor].
     """
@@ -82,7 +82,7 @@ class RadixMachine(RuleBasedStateMachine):
             entry[5], entry[6] = self.ticks, self.floor
 
     def worth(self, key):
-        """Of one more block, at the floor when it was used: by reads, or less the longer its prefix is."""
+        """Return that of one more block, at the floor when it was used: by reads, or less the longer its prefix is."""
         return self.model[key][6] + (1 + self.model[key][4] if self.order is eviction.lfu else 1 / len(key))
 
     def has_children(self, key):
@@ -165,7 +165,7 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(path=PATHS)
     def lose(self, path):
-        """With all behind it, readers or not."""
+        """Lose a block with all behind it, readers or not."""
         branch = {key for key in self.model if key[: len(path)] == bytes(path)}
         self.tree.lose([bytes(path)], 0)
         assert set(gone(self.tree.changes(), "dropped")) == branch
@@ -282,7 +282,7 @@ def test_what_is_there_lives_as_long_as_what_comes_behind_it():
 @pytest.mark.parametrize("capacities", [(5,), (5, 9), (5, 9, 20), (0, 9), (9, 5)])
 @pytest.mark.parametrize("seed", range(3))
 def test_changes_are_what_the_tiers_hold_and_every_tier_is_closed(capacities, seed):
-    """Carrying out the changes gives what the tiers hold; a copy is only made of what is there."""
+    """Carry the changes out: it gives what the tiers hold; a copy is only made of what is there."""
     chance, tree, now = random.Random(seed), tiers(*capacities), 0.0
     held = [set() for _ in capacities]
     for _ in range(400):
@@ -367,7 +367,7 @@ def test_a_look_up_compares_as_many_keys_for_long_runs_as_for_short_ones():
 
 
 def history(tree):
-    """A long chain read often, a short one read once and lately, a single block never read."""
+    """Store a long chain read often, a short one read once and lately, a single block never read."""
     store(tree, chain(1, 1), 0.0)
     for now in (1.0, 2.0, 3.0):
         tree.touch(tree.find(chain(1, 1)), now)

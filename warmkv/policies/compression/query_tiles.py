@@ -16,7 +16,7 @@ from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, cap, ca
 
 
 class Tile(NamedTuple):
-    """Positions begin..stop of a prompt, of which `first`..`last` are there."""
+    """Name positions begin..stop of a prompt, of which `first`..`last` are there."""
 
     begin: int
     stop: int

@@ -13,7 +13,7 @@ from warmkv.policies.prefix_tree.nodes import NEVER, Copy
 
 
 class HeldBlock(NamedTuple):
-    """A stored block, tail or column sums."""
+    """Describe a stored block, a tail or column sums."""
 
     key: bytes
     parent: bytes  # key of the block before it; empty at the beginning of a prompt
@@ -41,7 +41,7 @@ class HeldBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldRun:
-    """Blocks one behind the other that have one life, as a tier holds them."""
+    """Describe blocks one behind the other that have one life, as a tier holds them."""
 
     keys: Sequence[bytes]
     parent: bytes  # key of the block before the first
@@ -82,14 +82,14 @@ def run_of(copy: Copy, first: int, last: int) -> HeldRun:
 
 
 class Stored(NamedTuple):
-    """Computed blocks are kept in a tier."""
+    """Tell that computed blocks are kept in a tier."""
 
     run: HeldRun
     tier: int
 
 
 class Copied(NamedTuple):
-    """Blocks of one tier are now in a lower one, too."""
+    """Tell that blocks of one tier are now in a lower one, too."""
 
     run: HeldRun
     source: int
@@ -97,7 +97,7 @@ class Copied(NamedTuple):
 
 
 class Left(NamedTuple):
-    """A tier has given blocks up: to make room, because their TTL ran out, or since it was told to."""
+    """Tell that a tier has given blocks up: to make room, because their TTL ran out, or since it was told to."""
 
     run: HeldRun
     tier: int

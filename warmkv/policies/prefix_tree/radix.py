@@ -18,7 +18,7 @@ UNNUMBERED = 0
 
 
 class RadixTree:
-    """Which blocks, tails and column sums the tiers of a replica hold, fastest first. Not thread-safe.
+    """Know which blocks, tails and column sums the tiers of a replica hold, fastest first. Not thread-safe.
 
     `share` of each tier is reserved for each tenant; 0 for none. What an operation does to blocks is told by `changes`.
     """

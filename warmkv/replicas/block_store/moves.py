@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Moves:
-    """Moves into the tiers `places`. Belongs to the engine's thread.
+    """Move blocks into the tiers `places`. Belongs to the engine's thread.
 
     `limit` bounds the bytes that nothing but a move keeps. `failed(key, tier)` is told of a block that could not be
     brought into its tier. The clocks are for the times in files.

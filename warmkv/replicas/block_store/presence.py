@@ -16,7 +16,7 @@ FULL = 1 << 7
 
 
 class Presence:
-    """Follows the changes of a prefix tree. `blocks` counts what each tier has, tails and column sums included.
+    """Follow the changes of a prefix tree. `blocks` counts what each tier has, tails and column sums included.
 
     Only the engine's thread notes changes; any thread may ask, and the answer may be a step old.
     """

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
-    """A key and the tokens of the prompt whose KV it holds."""
+    """Name a key and the tokens of the prompt whose KV it holds."""
 
     key: bytes
     start: int

@@ -3,7 +3,8 @@
 Libraries choose kernels, and with them the order of sums, by shape. So what makes one row of another (products with
 weights, norms, MLPs) gets a fixed number of rows at a time, padded with zeros. Attention has shapes of its own:
 prompts go in tiles that begin at multiples of `QUERIES` (`PrefillState`), decoding row by row, or on a GPU sequence by
-sequence (`SlotPool.apart`). A row's place in a tile must not matter either: `check` looks before a replica starts.
+sequence (`RowTables.by_sequence`). A row's place in a tile must not matter either: `check` looks before a replica
+starts.
 Reference: He et al., Defeating Nondeterminism in LLM Inference (Thinking Machines, 2025).
 """
 
@@ -42,7 +43,7 @@ PROMPT, NEW = 150, 4
 
 
 class BatchInvarianceError(RuntimeError):
-    """What a model computes depends on its company here."""
+    """Say that what a model computes depends on its company here."""
 
 
 class InvariantRunner(ModelRunner):

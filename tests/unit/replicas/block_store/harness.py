@@ -262,7 +262,7 @@ class Harness:
 
 
 def check_tree(tree: RadixTree) -> None:
-    """What a tree keeps beside its nodes follows from them."""
+    """Check that what a tree keeps beside its nodes follows from them."""
     nodes = set(tree._starts.values())
     assert {node.keys[0]: node for node in nodes} == tree._starts
     assert {node.keys[-1]: node for node in nodes} == tree._ends
