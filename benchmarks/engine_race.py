@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 import traceback
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from benchmarks.engine.arena import Arena
     from benchmarks.engine.setting import Setting
 
-WEIGHTS = {"decode": 9, "memory": 1, "ttft": 2, "handoff": 1, "bandwidth": 3, "serving": 6, "vllm": 8}
+WEIGHTS = {
+    "bandwidth": 3, "steps": 4, "chunks": 3, "decode": 9, "memory": 1, "ttft": 2, "handoff": 1, "serving": 6, "vllm": 8
+}  # fmt: skip
 """How the minutes are shared, where there is a limit. The races run in this order."""
 
 
@@ -30,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the races; 1 if a figure misses its target (not with --quick) or a race breaks off, 2 for wrong arguments."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
     races, figures = _chosen(options.only, parser)
     if options.vllm is None:
         races = [each for each in races if each != "vllm"]
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _race(options: argparse.Namespace, setting: Setting, races: Sequence[str], figures: set[str]) -> int:
     import torch
 
-    from benchmarks.engine import beside_vllm, decode, memory, prompts, serving
+    from benchmarks.engine import beside_vllm, chunks, decode, memory, prompts, serving, steps
     from benchmarks.engine.arena import Arena
 
     if options.threads:
@@ -55,6 +59,8 @@ def _race(options: argparse.Namespace, setting: Setting, races: Sequence[str], f
         "ttft": prompts.first_tokens,
         "handoff": prompts.hand_off,
         "bandwidth": decode.bandwidth,
+        "steps": steps.race,
+        "chunks": chunks.race,
         "serving": serving.race,
         "vllm": beside_vllm.race,
     }
@@ -149,6 +155,7 @@ def _setting(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Se
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="engine_race", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
+    parser.add_argument("--verbose", action="store_true", help="show what the engine logs")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: whether it runs, not how fast")
     parser.add_argument("--only", metavar="NAME,...", help="races or figures; all by default")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1; auto takes a GPU where there is one")

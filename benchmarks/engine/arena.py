@@ -15,8 +15,9 @@ import torch
 from benchmarks.engine.results import Results
 from benchmarks.engine.setting import Models, Setting, build, fitted
 from benchmarks.engine.synthetic import Contexts
-from benchmarks.engine.warm import Warm
+from benchmarks.engine.warm import Warm, engine
 from warmkv.measuring.machine import identity
+from warmkv.replicas.engine.engine import Engine
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ class Arena:
         self._start = time.perf_counter()
         self._end = float("inf")
         self._warm: dict[str, Warm] = {}
+        self._engine: Engine | None = None
 
     @cached_property
     def models(self) -> Models:
@@ -53,10 +55,17 @@ class Arena:
         return Contexts(self.models, self.setting)
 
     def warm(self, policy: str, name: str) -> Warm:
-        """Return warmkv under a policy, from the synthetic contexts on; its engine is made once."""
+        """Return warmkv under a policy, from the synthetic contexts on."""
         if name not in self._warm:
-            self._warm[name] = Warm(self.models, self.contexts, self.setting, policy, name)
+            self._warm[name] = Warm(self.models, self.contexts, self.setting, policy, name, self.engine())
         return self._warm[name]
+
+    def engine(self) -> Engine:
+        """Return the engine without a prefix cache, which races of steps share: it is made, and compiles, once."""
+        if self._engine is None:
+            self.say("starting the engine")
+            self._engine = engine(self.models, self.setting)
+        return self._engine
 
     def say(self, what: str) -> None:
         print(f"[{time.perf_counter() - self._start:6.1f} s] {what}", file=sys.stderr, flush=True)

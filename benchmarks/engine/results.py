@@ -36,6 +36,12 @@ AIMS = {
     "bandwidth_snapkv_batch": Aim("bandwidth", "higher", None, 0.70),
     "bandwidth_full_alone": Aim("bandwidth", "higher", None, 0.70),
     "bandwidth_full_batch": Aim("bandwidth", "higher", None, 0.70),
+    **{
+        f"steps_{policy}_{batch}": Aim("steps", "higher", None, 0.70)
+        for policy in ("full", "snapkv")
+        for batch in ("alone", "equal_8", "equal_32", "mixed_8", "mixed_32")
+    },
+    **{f"chunk_{end}": Aim("chunks", "higher") for end in (2_048, 8_192, 32_768, 131_072)},
     "serving_snapkv_vs_continuous_batching": Aim("serving", "higher", 2.0, 3.0),
     "serving_snapkv_vs_full": Aim("serving", "higher"),
     "decode_full_vs_vllm": Aim("vllm", "higher", 1.0, 1.0),
@@ -74,6 +80,13 @@ PAIRS = {
 """Figures that are ratios, pair by pair, of two measurements. The others are measured as they are."""
 
 
+LOWER = (
+    "bytes", "ttft", "handoff", "prefill_seconds", "prompt_seconds", "step_milliseconds", "step_kernels",
+    "chunk_milliseconds",
+)  # fmt: skip
+"""How figures begin of which less is better."""
+
+
 class Results:
     """Measurements by name, in the order of the repeats, and what must be said about them."""
 
@@ -109,4 +122,4 @@ class Results:
 
 
 def _direction(name: str) -> Direction:
-    return "lower" if name.startswith(("bytes", "ttft", "handoff", "prefill_seconds")) else "higher"
+    return "lower" if name.startswith(LOWER) else "higher"

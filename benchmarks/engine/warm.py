@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from benchmarks.engine.generate import Run, step_seconds
@@ -32,10 +33,12 @@ def engine(models: Models, setting: Setting, *, stored: int = 0, **settings: Any
 class Warm:
     """A policy of warmkv. Every step is a step of the engine, with all that it does beside computing."""
 
-    def __init__(self, models: Models, contexts: Contexts, setting: Setting, policy: str, name: str) -> None:
+    def __init__(
+        self, models: Models, contexts: Contexts, setting: Setting, policy: str, name: str, running: Engine
+    ) -> None:
         self._models, self._contexts, self._new = models, contexts, setting.new_tokens
         self.policy, self.name = PolicySpec.model_validate(policy), name
-        self._engine = engine(models, setting)
+        self._engine = running
         self.kv_bytes = 0  # of the slots of the last run
 
     def run(self, sequences: int, steps: int) -> Run:
@@ -52,9 +55,10 @@ class Warm:
             sequence.last_token, sequence.emit = FIRST, events.append
         Stopwatch(self._models.device)  # nothing of the hand-off runs on into the first step
         times = []
-        for _ in range(steps):
-            running.step()
-            times.append(now())
+        with running.graphs.recording_soon() if running.graphs is not None else nullcontext():
+            for _ in range(steps):
+                running.step()
+                times.append(now())
         synthetic.end_all(running)
         drawn = [[event for event in events if isinstance(event, int)] for events in told]
         if any(len(tokens) != steps for tokens in drawn):

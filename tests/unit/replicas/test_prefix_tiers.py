@@ -65,9 +65,12 @@ POLICIES = ["full", "snapkv@20", "h2o@20", "expected_attention@20:window=16"]
 
 
 def compare(models: Any, path: Any, tier: str, policy: str) -> Driver:
-    """Return the same requests with a large device tier, and with the blocks in `tier`: equal logits, bit by bit."""
-    reference = Driver(models["llama"])
-    told = tiered(models, path if tier == "disk" else None, host=0 if tier == "disk" else 100)
+    """Return the same requests with a large device tier, and with the blocks in `tier`: equal logits, bit by bit.
+
+    Nothing is compiled: a compiler times its kernels, and may choose others for the second engine.
+    """
+    reference = Driver(models["llama"], compile="off")
+    told = tiered(models, path if tier == "disk" else None, host=0 if tier == "disk" else 100, compile="off")
     seen = []
     for driver in (reference, told):
         driver.run(make_request(TOKENS[:53], new=1, marks={53: "5m"}, policy=policy, name="first"))

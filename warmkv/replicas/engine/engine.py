@@ -32,11 +32,11 @@ from warmkv.replicas.constraints.masks import Masks
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine import step_inputs
 from warmkv.replicas.engine.batch_invariant import QUERIES, InvariantRunner
-from warmkv.replicas.engine.decode_step import DecodeSteps
+from warmkv.replicas.engine.decode_step import DecodeSteps, Drawn
 from warmkv.replicas.engine.endings import Endings
 from warmkv.replicas.engine.faults import FailureCounts, is_sticky
-from warmkv.replicas.engine.forward import CompiledForward, ModelRunner, compiles
-from warmkv.replicas.engine.graphs import graphs_on
+from warmkv.replicas.engine.forward import Compiled, ModelRunner, compiled, compiles
+from warmkv.replicas.engine.graphs import Graphs, graphs_on
 from warmkv.replicas.engine.inbox import ClosedError, Inbox
 from warmkv.replicas.engine.logits_processors import LogitsProcessor
 from warmkv.replicas.engine.overlap import Overlap
@@ -135,10 +135,14 @@ class Engine:
         self.turns = 0  # of the engine's thread: steps, and waits for something to do
         self._publish_stats()
 
-    def _runner(self) -> ModelRunner | CompiledForward:
+    def _runner(self) -> ModelRunner | Compiled:
         if self.config.batch_invariant:
             return InvariantRunner(self.model)
-        return CompiledForward(self.model) if compiles(self.config, self.model.device) else ModelRunner(self.model)
+        return (
+            compiled(self.model, self.model.device)
+            if compiles(self.config, self.model.device)
+            else ModelRunner(self.model)
+        )
 
     def overlap(self) -> None:
         """Launch decode steps before the tokens of those before are read, from now on."""
@@ -149,6 +153,11 @@ class Engine:
             return self._steps.launch(self._forward, sequences, state, sources)
 
         self._overlap = Overlap(self.scheduler, self._endings, self.max_context, self.model.inv_freq, launch)
+
+    @property
+    def graphs(self) -> Graphs[Drawn] | None:
+        """Return the recordings of decode steps, None where none are made."""
+        return self._steps.graphs
 
     # --- from any thread
 
@@ -221,7 +230,7 @@ class Engine:
         be, passes stay eager unless `engine.compile` is on. `say` is told what is done next. Raises RuntimeError if the
         prompt fails.
         """
-        if isinstance(self._forward, CompiledForward):
+        if isinstance(self._forward, Compiled):
             try:
                 compile_model(self._forward, say)
             except Exception:
@@ -232,7 +241,7 @@ class Engine:
         room, seconds = self.scheduler.room, self.config.compile_seconds
         began = self._clock()
         attends = compile_kernels(self.model, self.pool, self._forward, room, seconds, policy.storage, say)
-        if (graphs := self._steps.graphs) is not None:
+        if (graphs := self.graphs) is not None:
             with graphs.recording_soon():
                 for batch in recorded_batches(self.config.max_slots, lambda: self._clock() - began < seconds):
                     say(f"recording steps of {batch} sequences")

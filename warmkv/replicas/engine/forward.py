@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from warmkv.config import EngineConfig
 from warmkv.policies.compression.hook import StepState
 from warmkv.policies.compression.softmax import Softmax
+from warmkv.replicas.engine.layers import Layers
 from warmkv.replicas.loading.last_layer import DrawnOnly
 from warmkv.replicas.loading.load import LoadedModel
 
@@ -23,6 +26,9 @@ LEAST_LEFT_OUT = 16
 
 BUILT_TOKENS = 48
 """Tokens of the pass with which its graph is built, which holds for other numbers as well."""
+
+NEXT = -1
+"""The layer of a call from code that layers share."""
 
 
 class ModelRunner:
@@ -80,7 +86,7 @@ class CompiledForward:
         self.device, self._leaves_at_drawn = model.device, model.leaves_at_drawn
         self._relay = _Relay()
         self._eager = ModelRunner(model)
-        self._decode, self._pass = _compiled(self._eager), _compiled(self._logits_of_pass)
+        self._decode, self._pass = _compiled(self._eager.__call__), _compiled(self._logits_of_pass)
 
     def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
         """Return logits [batch, vocabulary] of the last position of ids [batch, n] at positions [batch, n].
@@ -116,19 +122,22 @@ class CompiledForward:
 
     def build(self) -> Iterator[str]:
         """Compile all graphs; yields what is compiled next."""
-        for batch, what in ((1, "decoding of one sequence"), (2, "decoding of several sequences")):
-            yield what
-            ids = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
-            self(ids, torch.zeros_like(ids), _Echo())
-        yield "prompts"
-        ids = torch.zeros(1, BUILT_TOKENS, dtype=torch.long, device=self.device)
-        self(ids, torch.zeros_like(ids), DrawnOnly(_Echo(), ids[0, :3]))
+        return _build(self)
 
 
-def _compiled(function: Callable[..., Tensor]) -> Any:
-    """Compile a function for one engine, whose model stays as it is."""
-    own: dict[str, Any] = {"isolate_recompiles": True, "options": {"guard_filter_fn": _of_shapes}}
-    return torch.compile(function, fullgraph=True, **own)
+def _compiled(function: Any) -> Any:
+    """Compile a function or a method for one engine, whose model stays as it is.
+
+    What was compiled is looked up by code and guards. Those on the model are left out, so each engine has its own code.
+    """
+    shared = function.__func__ if isinstance(function, MethodType) else function
+    own: Any = FunctionType(
+        shared.__code__.replace(), shared.__globals__, shared.__name__, shared.__defaults__, shared.__closure__
+    )
+    own.__kwdefaults__ = shared.__kwdefaults__
+    if isinstance(function, MethodType):
+        own = MethodType(own, function.__self__)
+    return torch.compile(own, fullgraph=True, options={"guard_filter_fn": _of_shapes})
 
 
 def _of_shapes(guards: Sequence[Any]) -> list[bool]:
@@ -137,10 +146,71 @@ def _of_shapes(guards: Sequence[Any]) -> list[bool]:
     return [guard.guard_type in asked and "_parameters" not in guard.name for guard in guards]
 
 
+class LayeredForward:
+    """Run the model with its layers compiled one by one, as `CompiledForward` does with all of it as one graph."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        """Prepare to compile the layers of the model."""
+        self.device, self._leaves_at_drawn = model.device, model.leaves_at_drawn
+        self._eager, self._layers = ModelRunner(model), Layers(_compiled)
+        self._layers.add(model.module)
+        self._relay = _LayerRelay(self._layers)
+
+    def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
+        """Return logits as `CompiledForward`."""
+        drawn = state if isinstance(state, DrawnOnly) else None
+        if drawn is None and ids.shape[1] == 1:
+            with self._relay.to(state):
+                return self._eager(ids, positions, self._relay)
+        if drawn is None or drawn.is_scored or ids.shape[1] == 1:
+            return self._eager(ids, positions, state)
+        count = len(drawn.places)  # a graph for none or one would be another
+        places = F.pad(drawn.places, (0, max(0, 2 - count)))
+        with self._relay.to(drawn.state):
+            if not self._leaves_at_drawn:
+                return self._eager.logits(ids, positions, self._relay, places)[0, :count]
+            state = _LayersDrawn(_DrawnRelay(self._relay, places), places, layers=self._layers)
+            return self._eager.logits(ids, positions, state, 0)[0, :count]
+
+    def build(self) -> Iterator[str]:
+        """Compile the layers for all passes; yields what is compiled next."""
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        echo = _Echo()
+        self._eager(ids, torch.zeros_like(ids), echo)
+        self._relay.order = tuple(echo.attended)
+        self._layers.dynamic = True
+        try:
+            yield from _build(self)
+        finally:
+            self._layers.dynamic = False
+
+
+def _build(forward: CompiledForward | LayeredForward) -> Iterator[str]:
+    for batch, what in ((1, "decoding of one sequence"), (2, "decoding of several sequences")):
+        yield what
+        ids = torch.zeros(batch, 1, dtype=torch.long, device=forward.device)
+        forward(ids, torch.zeros_like(ids), _Echo())
+    yield "prompts"
+    ids = torch.zeros(1, BUILT_TOKENS, dtype=torch.long, device=forward.device)
+    forward(ids, torch.zeros_like(ids), DrawnOnly(_Echo(), ids[0, :3]))
+
+
+Compiled = CompiledForward | LayeredForward
+
+
+def compiled(model: LoadedModel, device: torch.device) -> Compiled:
+    """Return what is to compile a model: on a GPU its layers one by one, which starts in less time."""
+    return LayeredForward(model) if device.type == "cuda" and model.leaves_at_drawn else CompiledForward(model)
+
+
 class _Echo:
     """A state without a cache, for when only the code around attention matters."""
 
+    def __init__(self) -> None:
+        self.attended: list[int] = []  # layers, in their order
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        self.attended.append(layer)
         return query.clone()
 
     def attend_drawn(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
@@ -153,6 +223,7 @@ class _Relay:
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.state: Any = None
+        self.next: Iterator[int] = iter(())  # layers that are still to attend, where calls do not name theirs
         _relays[self.number] = self
 
     @contextmanager
@@ -174,6 +245,33 @@ class _Relay:
         rest = (softmax.scale, softmax.softcap, softmax.sinks)
         out: Tensor = torch.ops.warmkv.attend(query, key, value, places, layer, self.number, *rest)
         return out
+
+
+class _LayerRelay(_Relay):
+    """Counts the calls of a pass: code that layers share does not know which of them it computes."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self.layers = layers
+        self.order: tuple[int, ...] = ()  # in which layers attend
+
+    @contextmanager
+    def to(self, state: StepState) -> Iterator[None]:
+        self.next = iter(self.order)
+        with super().to(state):
+            yield
+
+    def attend_places(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, places: Tensor | None
+    ) -> Tensor:
+        return super().attend_places(NEXT, query, key, value, softmax, places)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayersDrawn(DrawnOnly):
+    """Leave the last layer at places, and have compiled layers."""
+
+    layers: Layers | None = None
 
 
 class _DrawnRelay:
@@ -213,7 +311,10 @@ def _attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attend by the state of a relay; with `places`, as many positions come back, zeros where fewer are drawn from."""
-    state, softmax = _relays[relay].state, Softmax(scale, softcap, sinks)
+    through = _relays[relay]
+    state, softmax = through.state, Softmax(scale, softcap, sinks)
+    if layer == NEXT:
+        layer = next(through.next)
     if places is None:
         out: Tensor = state.attend(layer, query, key, value, softmax)
     else:

@@ -10,7 +10,7 @@ import torch
 
 from warmkv.policies.compression import cpu_attention
 from warmkv.policy_spec import STORAGES, PolicySpec, Storage
-from warmkv.replicas.engine.forward import CompiledForward, ModelRunner
+from warmkv.replicas.engine.forward import Compiled, ModelRunner
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams
 from warmkv.replicas.slots import kernels
@@ -28,7 +28,7 @@ SUMMED = ("h2o@8",)
 
 
 @torch.inference_mode()
-def compile_model(forward: CompiledForward, say: Callable[[str], None]) -> None:
+def compile_model(forward: Compiled, say: Callable[[str], None]) -> None:
     """Compile passes of the model, and on a CPU the attention of prompts. `say` is told what is next."""
     began = time.perf_counter()
     if forward.device.type == "cpu":
@@ -42,7 +42,7 @@ def compile_model(forward: CompiledForward, say: Callable[[str], None]) -> None:
 def compile_kernels(
     model: LoadedModel,
     pool: SlotPool,
-    forward: ModelRunner | CompiledForward,
+    forward: ModelRunner | Compiled,
     limit: int,
     seconds: float,
     first: Storage,

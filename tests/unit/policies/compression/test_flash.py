@@ -181,6 +181,7 @@ def test_channels_that_the_kernel_would_pad_are_left_to_torch(dim: int, monkeypa
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("window", [0, 1, 100])
 @pytest.mark.parametrize(("start", "count"), [(0, 300), (77, 300), (1000, 1), (1000, 130)])
 def test_the_kernel_itself_attends_as_float32_does(start: int, count: int, window: int) -> None:

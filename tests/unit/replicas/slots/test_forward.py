@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch
 from tests.unit.replicas.conftest import Driver, make_request, random_model
 from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig
-from warmkv.replicas.engine.forward import CompiledForward, compiles
+from warmkv.replicas.engine import engine
+from warmkv.replicas.engine.forward import CompiledForward, LayeredForward, compiles
+from warmkv.replicas.engine.layers import Layers
 from warmkv.replicas.loading import packed_weights
 from warmkv.replicas.loading.load import LoadedModel, prepare
 from warmkv.replicas.protocol import GenerateRequest
@@ -28,14 +31,21 @@ def unpacked() -> LoadedModel:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("aot_eager", marks=pytest.mark.short), pytest.param("inductor", marks=pytest.mark.soak)],
+    params=[
+        pytest.param(("aot_eager", CompiledForward), marks=pytest.mark.short, id="aot_eager"),
+        pytest.param(("aot_eager", LayeredForward), marks=pytest.mark.short, id="aot_eager-layers"),
+        pytest.param(("inductor", CompiledForward), marks=pytest.mark.soak, id="inductor"),
+        pytest.param(("inductor", LayeredForward), marks=pytest.mark.soak, id="inductor-layers"),
+    ],
 )
 def compiled(request: pytest.FixtureRequest, unpacked: LoadedModel) -> Driver:
     """Return an engine with the graphs of the default compiler, or with these as they are: what is built again is the
     same.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
+        backend, forward = request.param
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+        patch.setattr(engine, "compiled", lambda model, device: forward(model))
         driver = Driver(unpacked, compile="on", max_slots=8, step_tokens=40)
     said: list[str] = []
     driver.engine.warm_up(said.append)
@@ -46,6 +56,24 @@ def compiled(request: pytest.FixtureRequest, unpacked: LoadedModel) -> Driver:
         "computing a first prompt",
     ]
     return driver
+
+
+def spied(forward: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the tokens of every compiled pass with prompts from now on."""
+    passes: list[int] = []
+    if isinstance(forward, CompiledForward):
+        built = forward._pass
+        monkeypatch.setattr(forward, "_pass", lambda *given: passes.append(given[0].shape[1]) or built(*given))
+    else:
+        run, last = Layers.run, list(forward._layers._by_layer)[-1]
+
+        def watched(layers: Any, layer: Any, given: Any, options: Any) -> Any:
+            if id(layer) == last and given[0].shape[1] > 1:
+                passes.append(given[0].shape[1])
+            return run(layers, layer, given, options)
+
+        monkeypatch.setattr(Layers, "run", watched)
+    return passes
 
 
 @pytest.mark.slow
@@ -60,12 +88,36 @@ def test_compiled_passes_draw_what_eager_ones_do_and_are_never_built_again(
 
     expected = [Driver(unpacked, compile="off").run(request)[0] for request in requests("eager")]
     forward = compiled.engine._forward
-    passes, built = [], forward._pass  # type: ignore[union-attr]
-    monkeypatch.setattr(forward, "_pass", lambda *given: passes.append(given[0].shape[1]) or built(*given))
+    passes = spied(forward, monkeypatch)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert compiled.run(*requests("together")) == expected  # they join one by one, and leave at different lengths
         assert [compiled.run(request)[0] for request in requests("alone")] == expected
     assert sum(passes) > sum(len(request.token_ids) for request in requests("eager"))  # with what decodes beside
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_compiled_layers_and_recorded_steps_draw_what_eager_ones_do_on_a_gpu() -> None:
+    model = random_model("llama")
+    del model.model.layers[2:]
+    model.config.num_hidden_layers = 2
+    loaded = prepare(model.cuda())
+
+    def requests(kind: str) -> list[GenerateRequest]:
+        return [
+            make_request(prompt(20 + 15 * i, seed=i), new=25 + 7 * i, policy=policy, name=f"{policy} {kind}")
+            for i, policy in enumerate(POLICIES)
+        ]
+
+    driver = Driver(loaded, max_slots=8, step_tokens=40)
+    assert isinstance(driver.engine._forward, LayeredForward)
+    driver.engine.warm_up()
+    expected = Driver(loaded, compile="off", step_tokens=40).run(*requests("eager"))
+    assert driver.run(*requests("together")) == expected
+    assert driver.run(*requests("again")) == expected
+    assert driver.engine.graphs is not None
+    assert driver.engine.graphs.replays > 50
+    assert [driver.run(request)[0] for request in requests("alone")] == expected
 
 
 def test_what_wants_more_logits_than_it_draws_runs_as_it_is(compiled: Driver, unpacked: LoadedModel) -> None:

@@ -1,0 +1,89 @@
+"""The race `chunks`: a chunk of a prompt at the end of contexts of many lengths, and whole long prompts.
+
+Chunks are compared with the seconds in which the device would do their products as it does those of large matrices.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.engine.arena import Arena
+from benchmarks.engine.device_work import watch
+from warmkv.measuring import synthetic
+from warmkv.measuring.clock import Stopwatch
+from warmkv.policies.compression.observe import compute_prompt
+from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.engine.engine import Engine
+
+ENDS = (2_048, 8_192, 32_768, 131_072)
+"""Tokens up to the end of a chunk, as far as the model goes."""
+PROMPTS = {"full": (8_192, 131_072), "h2o@1024": (8_192, 131_072)}
+TIMED = 3
+SIDE = 8_192
+"""Rows and columns of the matrices that tell how fast the device multiplies."""
+
+
+def race(arena: Arena) -> None:
+    """Seconds of chunks over those of their products; and of whole prompts."""
+    setting, results, models = arena.setting, arena.results, arena.models
+    most = min(models.warm.max_context, ENDS[0] if setting.quick else ENDS[-1])
+    rate = products_per_second(models.device, models.warm.dtype, SIDE if models.device.type == "cuda" else SIDE // 8)
+    results.add("products_per_second", rate)
+    engine = arena.engine()
+    for end in (end for end in ENDS if end <= most):
+        arena.say(f"chunks: up to {end:,}")
+        arena.attempt(f"chunks: up to {end:,}", _chunk, arena, engine, end, rate)
+    for name, lengths in PROMPTS.items():
+        for tokens in (tokens for tokens in lengths if tokens <= most and setting.shape == "8B"):
+            arena.say(f"chunks: a prompt of {tokens:,} tokens under {name}")
+            arena.attempt(
+                f"a prompt of {tokens:,} under {name}", _prompt, arena, PolicySpec.model_validate(name), tokens
+            )
+
+
+def products_per_second(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    """Return multiplications and additions a second in a product of two large matrices."""
+    left, right = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
+    best = 0.0
+    for _ in range(5):
+        stopwatch = Stopwatch(device)
+        left @ right
+        best = max(best, 2 * side**3 / stopwatch.seconds())
+    return best
+
+
+def _chunk(arena: Arena, engine: Engine, end: int, rate: float) -> None:
+    models, spec, results = arena.models, PolicySpec(), arena.results
+    tokens = min(engine.scheduler.step_tokens, end // 2)
+    random = synthetic.random_keys_and_values(models.warm, end + 1, arena.setting.seed)
+    prompt = synthetic.random_prompt(models.warm, spec, random)
+    times = []
+
+    def compute() -> None:
+        synthetic.begin_chunk(engine, spec, prompt, end - tokens)
+        engine.step()
+        synthetic.end_all(engine)
+
+    for _ in range(TIMED + 1):
+        stopwatch = Stopwatch(models.device)
+        compute()
+        times.append(stopwatch.seconds())
+    shape = models.warm.kv_shape
+    attended = 4 * tokens * (end - tokens / 2) * shape.layers * shape.q_heads * shape.head_dim
+    least = (2 * tokens * models.weight_bytes / models.warm.dtype.itemsize + attended) / rate
+    results.add(f"chunk_{end}", least / min(times[1:]))
+    results.add(f"chunk_milliseconds_{end}", 1e3 * min(times[1:]))
+    if (seen := watch(models.device, compute)) is not None:
+        results.add(f"chunk_busy_{end}", seen.busy / seen.seconds)
+        results.note(f"a chunk of {tokens} tokens up to {end:,}, {seen.kernels} kernels: {seen.longest(8)}")
+
+
+@torch.inference_mode()
+def _prompt(arena: Arena, spec: PolicySpec, tokens: int) -> None:
+    warm = arena.models.warm
+    ids = torch.randint(warm.vocabulary, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    chunk = arena.engine().scheduler.step_tokens
+    compute_prompt(warm, ids[: 4 * chunk], spec, chunk=chunk)
+    stopwatch = Stopwatch(warm.device)
+    compute_prompt(warm, ids, spec, chunk=chunk)
+    arena.results.add(f"prompt_seconds_{spec.name}_{tokens}", stopwatch.seconds())
