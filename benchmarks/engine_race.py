@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.engine.setting import Setting
 
 WEIGHTS = {
-    "bandwidth": 3, "steps": 4, "chunks": 3, "decode": 9, "memory": 1, "ttft": 2, "handoff": 1, "serving": 6, "vllm": 8
+    "bandwidth": 3, "steps": 4, "chunks": 3, "long": 3, "decode": 9, "memory": 1, "ttft": 2, "handoff": 1, "serving": 6, "vllm": 8
 }  # fmt: skip
 """How the minutes are shared, where there is a limit. The races run in this order."""
 
@@ -53,6 +53,7 @@ def _race(options: argparse.Namespace, setting: Setting, races: Sequence[str], f
         torch.set_num_threads(options.threads)
     gc.freeze()  # what was imported stays: no collection between two runs walks through it
     arena = Arena(setting, options.vllm)
+    arena.save = lambda: _write(arena, options.json, races, figures)
     run = {
         "decode": decode.race,
         "memory": memory.race,
@@ -61,6 +62,7 @@ def _race(options: argparse.Namespace, setting: Setting, races: Sequence[str], f
         "bandwidth": decode.bandwidth,
         "steps": steps.race,
         "chunks": chunks.race,
+        "long": chunks.long,
         "serving": serving.race,
         "vllm": beside_vllm.race,
     }
@@ -75,7 +77,7 @@ def _race(options: argparse.Namespace, setting: Setting, races: Sequence[str], f
             arena.results.note(f"the race {race} broke off: {type(error).__name__}: {error}")
             arena.tidy()
             broken = True
-        _write(arena, options.json, races, figures)
+        arena.save()
     return _show(arena, races, figures) or int(broken)
 
 

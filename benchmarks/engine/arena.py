@@ -31,6 +31,7 @@ class Arena:
         self.machine = identity(torch.device(setting.device))  # with the load before this run made its own
         self._start = time.perf_counter()
         self._end = float("inf")
+        self.save: Callable[[], None] = lambda: None  # what is known so far
         self._warm: dict[str, Warm] = {}
         self._engine: Engine | None = None
 
@@ -99,6 +100,7 @@ class Arena:
             return None
         finally:
             self.tidy()
+            self.save()
 
     def tidy(self) -> None:
         """Give back what the last contestant took."""

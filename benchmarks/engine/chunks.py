@@ -1,4 +1,4 @@
-"""The race `chunks`: a chunk of a prompt at the end of contexts of many lengths, and whole long prompts.
+"""The races `chunks` and `long`: a chunk of a prompt at the end of contexts of many lengths; whole long prompts.
 
 Chunks are compared with the seconds in which the device would do their products as it does those of large matrices.
 """
@@ -17,28 +17,35 @@ from warmkv.replicas.engine.engine import Engine
 
 ENDS = (2_048, 8_192, 32_768, 131_072)
 """Tokens up to the end of a chunk, as far as the model goes."""
-PROMPTS = {"full": (8_192, 131_072), "h2o@1024": (8_192, 131_072)}
+PROMPTS = {"full": (2_048, 8_192, 131_072), "h2o@1024": (2_048, 8_192, 131_072)}
 TIMED = 3
 SIDE = 8_192
 """Rows and columns of the matrices that tell how fast the device multiplies."""
 
 
 def race(arena: Arena) -> None:
-    """Seconds of chunks over those of their products; and of whole prompts."""
-    setting, results, models = arena.setting, arena.results, arena.models
-    most = min(models.warm.max_context, ENDS[0] if setting.quick else ENDS[-1])
+    """Seconds of chunks over those of their products."""
+    results, models, most = arena.results, arena.models, _most(arena)
     rate = products_per_second(models.device, models.warm.dtype, SIDE if models.device.type == "cuda" else SIDE // 8)
     results.add("products_per_second", rate)
     engine = arena.engine()
     for end in (end for end in ENDS if end <= most):
         arena.say(f"chunks: up to {end:,}")
         arena.attempt(f"chunks: up to {end:,}", _chunk, arena, engine, end, rate)
+
+
+def long(arena: Arena) -> None:
+    """Seconds of whole prompts, computed in chunks with nothing beside them."""
     for name, lengths in PROMPTS.items():
-        for tokens in (tokens for tokens in lengths if tokens <= most and setting.shape == "8B"):
-            arena.say(f"chunks: a prompt of {tokens:,} tokens under {name}")
+        for tokens in (tokens for tokens in lengths if tokens <= _most(arena)):
+            arena.say(f"long: a prompt of {tokens:,} tokens under {name}")
             arena.attempt(
                 f"a prompt of {tokens:,} under {name}", _prompt, arena, PolicySpec.model_validate(name), tokens
             )
+
+
+def _most(arena: Arena) -> int:
+    return min(arena.models.warm.max_context, ENDS[0] if arena.setting.quick else ENDS[-1])
 
 
 def products_per_second(device: torch.device, dtype: torch.dtype, side: int) -> float:
