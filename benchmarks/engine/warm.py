@@ -59,6 +59,7 @@ class Warm:
             for _ in range(steps):
                 running.step()
                 times.append(now())
+        running.collect()  # the tokens of the last step
         synthetic.end_all(running)
         drawn = [[event for event in events if isinstance(event, int)] for events in told]
         if any(len(tokens) != steps for tokens in drawn):

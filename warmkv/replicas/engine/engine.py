@@ -321,10 +321,10 @@ class Engine:
             self.store.expire()
             self.pool.give_back()
             if self.scheduler.waiting and self.config.preempt_seconds is not None:
-                self._collect()  # whoever is set aside has all its tokens
+                self.collect()  # whoever is set aside has all its tokens
             self._admit()
             if self.scheduler.prefilling:
-                self._collect()
+                self.collect()
             prompts = self._begin_chunks()
             if prompts or self.scheduler.decoding or (self._overlap is not None and self._overlap.in_flight):
                 self._compute(prompts)
@@ -371,7 +371,7 @@ class Engine:
                 self._endings.fail_prompt(sequence, error)
         return begun
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Deliver the tokens of the step in flight, if there is one."""
         if self._overlap is not None:
             self._overlap.collect()

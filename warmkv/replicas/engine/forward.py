@@ -158,6 +158,8 @@ class LayeredForward:
 
     def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
         """Return logits as `CompiledForward`."""
+        if not self._relay.order:
+            self._relay.order = self._order()
         drawn = state if isinstance(state, DrawnOnly) else None
         if drawn is None and ids.shape[1] == 1:
             with self._relay.to(state):
@@ -169,15 +171,17 @@ class LayeredForward:
         with self._relay.to(drawn.state):
             if not self._leaves_at_drawn:
                 return self._eager.logits(ids, positions, self._relay, places)[0, :count]
-            state = _LayersDrawn(_DrawnRelay(self._relay, places), places, layers=self._layers)
+            state = _LayersDrawn(_DrawnRelay(self._relay, places), places, compiled_layers=self._layers)
             return self._eager.logits(ids, positions, state, 0)[0, :count]
+
+    def _order(self) -> tuple[int, ...]:
+        """Return the numbers of layers as they attend."""
+        ids, echo = torch.zeros(1, 1, dtype=torch.long, device=self.device), _Echo()
+        self._eager(ids, torch.zeros_like(ids), echo)
+        return tuple(echo.attended)
 
     def build(self) -> Iterator[str]:
         """Compile the layers for all passes; yields what is compiled next."""
-        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        echo = _Echo()
-        self._eager(ids, torch.zeros_like(ids), echo)
-        self._relay.order = tuple(echo.attended)
         self._layers.dynamic = True
         try:
             yield from _build(self)
@@ -252,7 +256,7 @@ class _LayerRelay(_Relay):
 
     def __init__(self, layers: Layers) -> None:
         super().__init__()
-        self.layers = layers
+        self.compiled_layers = layers
         self.order: tuple[int, ...] = ()  # in which layers attend
 
     @contextmanager
@@ -271,7 +275,7 @@ class _LayerRelay(_Relay):
 class _LayersDrawn(DrawnOnly):
     """Leave the last layer at places, and have compiled layers."""
 
-    layers: Layers | None = None
+    compiled_layers: Layers | None = None
 
 
 class _DrawnRelay:

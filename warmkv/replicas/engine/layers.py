@@ -81,8 +81,8 @@ class _Asking:
     is_own: bool  # the layer's, not its class's
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        layers = getattr(options.get("warmkv"), "layers", None)
-        return self.whole(*given, **options) if layers is None else layers.run(self.layer, given, options)
+        compiled = getattr(options.get("warmkv"), "compiled_layers", None)
+        return self.whole(*given, **options) if compiled is None else compiled.run(self.layer, given, options)
 
 
 def likeness(layer: nn.Module) -> Hashable:

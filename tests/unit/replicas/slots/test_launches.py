@@ -29,8 +29,8 @@ from warmkv.replicas.slots.slots import SlotPool
 pytest.importorskip("triton", reason="triton is not installed")
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=16, dtype_bytes=4, q_heads=4)
 INV_FREQ = torch.ones(SHAPE.head_dim // 2, dtype=torch.float64)
-MOST = 4
-"""Launches of a layer: put, attend, put the splits together, and what rocketkv chooses by or h2o counts."""
+MOST = 5
+"""Launches of a layer: put, attend, put the splits together, and the two that rocketkv chooses by or what h2o counts."""
 VIEWS = {
     "view", "reshape", "slice", "select", "unbind", "expand", "transpose", "permute", "unsqueeze", "squeeze", "alias",
     "as_strided", "detach", "_unsafe_view", "new_empty", "empty",
@@ -88,7 +88,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     counted = Calls()
     for module, names in (
         ("update", ("put",)),
-        ("choose", ("choose_entries",)),
+        ("choose", ("estimate_pages", "choose_entries")),
         ("decode", ("attend_split", "combine", "sum_received")),
     ):
         fakes = SimpleNamespace(**{name: Grid(counted.kernel(name)) for name in names})

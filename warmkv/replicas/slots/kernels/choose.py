@@ -8,19 +8,18 @@ from warmkv.replicas.slots.kernels import table
 from warmkv.replicas.slots.kernels.tiles import load_rows
 
 
-@triton.jit(do_not_specialize=["query_sequence", "query_head", "count", "layer", "most_pages", "most_chosen"])
-def choose_entries(
+@triton.jit(do_not_specialize=["query_sequence", "query_head", "count", "layer", "most_pages"])
+def estimate_pages(
     query, query_sequence, query_head,
     facts, numbers, count, rows, places, layer, scale,
-    estimates, most_pages, chosen, chosen_counts, most_chosen,
+    logits, most_pages,
     TYPE: tl.constexpr, ALIGNED: tl.constexpr,
     KV_HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Choose the entries that a row reads, as `attention.choose_entries`: grid (n,).
+    """Estimate the logits of pages, in powers of two: grid (n, pages by BLOCK * BLOCKS).
 
-    chosen int32 [n, most_chosen] takes them, chosen_counts int32 [n] their number, -1 where all are read; estimates
-    float32 [n, most_pages] is for what pages promise.
+    logits float32 [n, G, most_pages] takes them, for rows whose pages are chosen.
     """
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index)
@@ -28,13 +27,13 @@ def choose_entries(
         return
     page = table.number(facts, count, row, table.PAGE).to(tl.int32)
     if page == 0:
-        tl.store(chosen_counts + index, -1)
+        return
+    length = table.number(numbers, count, row, table.PACKED).to(tl.int32)
+    pages = tl.cdiv(length, page)
+    begin = tl.program_id(1) * (BLOCK * BLOCKS)
+    if begin >= pages:
         return
     place = tl.load(places + index)
-    length = table.number(numbers, count, row, table.PACKED).to(tl.int32)
-    wanted = tl.minimum(table.number(numbers, count, row, table.READS).to(tl.int32), length)
-    pages = tl.cdiv(length, page)
-    estimates += index * most_pages
     heads, channels = tl.arange(0, M), tl.arange(0, D)
     in_tile = (heads < G)[:, None] & (channels < HEAD_DIM)[None, :]
     query_sequence, query_head = table.strides(query_sequence, query_head, HEAD_DIM)
@@ -56,24 +55,61 @@ def choose_entries(
 
     lowest = table.pointer(facts, count, row, layer, table.LOWEST, TYPE, ALIGNED)
     highest = table.pointer(facts, count, row, layer, table.HIGHEST, TYPE, ALIGNED)
-    peak = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    for start in tl.range(0, pages, BLOCK):
-        logits, in_use = _logits(
-            greatest, least, lowest, highest, start, pages, page, length, scales, D, HEAD_DIM, BLOCK, PRECISION
-        )
-        higher = tl.maximum(peak, tl.max(logits, 1))
-        weights = tl.exp2(logits - higher[:, None]) * in_use[None, :].to(tl.float32)  # one logit for all its entries
-        total = total * tl.exp2(peak - higher) + tl.sum(weights, 1)
-        peak = higher
-    for start in tl.range(0, pages, BLOCK):
-        logits, _ = _logits(
-            greatest, least, lowest, highest, start, pages, page, length, scales, D, HEAD_DIM, BLOCK, PRECISION
-        )
-        shares = tl.exp2(logits - peak[:, None]) / total[:, None]
+    logits += index * G * most_pages + heads[:, None] * most_pages
+    for start in tl.range(begin, tl.minimum(begin + BLOCK * BLOCKS, pages), BLOCK):
         at = start + tl.arange(0, BLOCK)
-        mean = tl.sum(tl.where((heads < G)[:, None], shares, 0.0), 0) / G
-        tl.store(estimates + at, mean, mask=at < pages)
+        inside = at < pages
+        upper = load_rows(highest, at, inside, D, HEAD_DIM).to(tl.float32)
+        lower = load_rows(lowest, at, inside, D, HEAD_DIM).to(tl.float32)
+        found = tl.dot(greatest, tl.trans(upper), input_precision=PRECISION)
+        found += tl.dot(least, tl.trans(lower), input_precision=PRECISION)
+        tl.store(logits + at[None, :], found * scales[:, None], mask=(heads < G)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "most_pages", "most_chosen"])
+def choose_entries(
+    facts, numbers, count, rows,
+    logits, estimates, most_pages, chosen, chosen_counts, most_chosen,
+    G: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Choose the entries that a row reads, as `attention.choose_entries`: grid (n,). GROUP: G as a power of two.
+
+    chosen int32 [n, most_chosen] takes them, chosen_counts int32 [n] their number, -1 where all are read; estimates
+    float32 [n, most_pages] is for what pages promise.
+    """
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + index)
+    if row < 0:
+        return
+    page = table.number(facts, count, row, table.PAGE).to(tl.int32)
+    if page == 0:
+        tl.store(chosen_counts + index, -1)
+        return
+    length = table.number(numbers, count, row, table.PACKED).to(tl.int32)
+    wanted = tl.minimum(table.number(numbers, count, row, table.READS).to(tl.int32), length)
+    pages = tl.cdiv(length, page)
+    estimates += index * most_pages
+    heads = tl.arange(0, GROUP)
+    logits += index * G * most_pages + heads[:, None] * most_pages
+    peak = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    for start in tl.range(0, pages, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        inside = (heads < G)[:, None] & (at < pages)[None, :]
+        found = tl.load(logits + at[None, :], mask=inside, other=float("-inf"))
+        in_use = tl.minimum(tl.maximum(length - at * page, 0), page)
+        higher = tl.maximum(peak, tl.max(found, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(found - base[:, None]) * in_use[None, :].to(tl.float32)  # one logit for all its entries
+        total = total * tl.exp2(peak - base) + tl.sum(weights, 1)
+        peak = higher
+    peak, total = tl.where(heads < G, peak, 0.0), tl.where(heads < G, total, 1.0)
+    for start in tl.range(0, pages, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        inside = (heads < G)[:, None] & (at < pages)[None, :]
+        found = tl.load(logits + at[None, :], mask=inside, other=float("-inf"))
+        shares = tl.exp2(found - peak[:, None]) / total[:, None]
+        tl.store(estimates + at, tl.sum(shares, 0) / G, mask=at < pages)
     tl.debug_barrier()
 
     # The greatest estimate, by its bits, of which pages with as much or more have the entries wanted.
@@ -106,22 +142,6 @@ def choose_entries(
             tl.store(chosen + first + entry, at * page + entry, mask=entry < takes)
         taken += tl.sum(takes, 0)
     tl.store(chosen_counts + index, taken)
-
-
-@triton.jit
-def _logits(
-    greatest, least, lowest, highest, start, pages, page, length, scales,
-    D: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Estimate logits [M, BLOCK] of pages, in powers of two; and return how many entries of each are in use."""
-    at = start + tl.arange(0, BLOCK)
-    inside = at < pages
-    upper = load_rows(highest, at, inside, D, HEAD_DIM).to(tl.float32)
-    lower = load_rows(lowest, at, inside, D, HEAD_DIM).to(tl.float32)
-    logits = tl.dot(greatest, tl.trans(upper), input_precision=PRECISION)
-    logits += tl.dot(least, tl.trans(lower), input_precision=PRECISION)
-    in_use = tl.minimum(tl.maximum(length - at * page, 0), page)
-    return tl.where(inside[None, :], logits * scales[:, None], float("-inf")), in_use
 
 
 @triton.jit

@@ -87,6 +87,9 @@ def attend_split(
         in_pages = table.number(facts, count, row, table.PAGE_SIZE) != 0
         keys_base, keys_further = table.location(facts, count, row, layer, table.KEYS)
         values_base, values_further = table.location(facts, count, row, layer, table.VALUES)
+        listed = in_pages & (first < last)
+        keys_page = table.page_address(keys_base, listed, first // PAGE_SIZE)
+        values_page = table.page_address(values_base, listed, first // PAGE_SIZE)
     scored = False
     uncompressed = table.number(facts, count, row, table.UNCOMPRESSED)
     width = capacity + uncompressed
@@ -106,9 +109,12 @@ def attend_split(
         if WINDOWED:
             known = seen & (window > 0)
             seen &= (window == 0) | (tl.load(ages + entries, mask=known, other=0) > oldest)
-        if PAGE_SIZE > 0:  # a tile lies in one page
-            keys = table.page_pointer(keys_base, keys_further, in_pages, start // PAGE_SIZE, FIRST, ALIGNED)
-            values = table.page_pointer(values_base, values_further, in_pages, start // PAGE_SIZE, FIRST, ALIGNED)
+        if PAGE_SIZE > 0:  # a tile lies in one page; where the next one lies is read while this one is
+            keys = table.page_pointer(facts, keys_page, keys_further, FIRST, ALIGNED)
+            values = table.page_pointer(facts, values_page, values_further, FIRST, ALIGNED)
+            listed = in_pages & (start + BLOCK < last)
+            keys_page = table.page_address(keys_base, listed, (start + BLOCK) // PAGE_SIZE)
+            values_page = table.page_address(values_base, listed, (start + BLOCK) // PAGE_SIZE)
             entries = tl.where(in_pages, entries % PAGE_SIZE, entries)
         k = LOAD_KEYS(keys, keys_second, keys_third, levels, start, entries, seen, BITS, D, HEAD_DIM)
         v = LOAD_VALUES(values, values_second, values_third, levels, start, entries, seen, BITS, D, HEAD_DIM)

@@ -7,6 +7,7 @@ call. The first call of a kind compiles it, so there are few kinds, whatever is 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from warmkv.policies.compression.softmax import Softmax
+from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.replicas.slots.kernels import LaunchProgress, choose, decode, update
 from warmkv.replicas.slots.kernels.tiles import Reader
 from warmkv.replicas.slots.row_tables import MOST_SPLITS, RowBatch, RowTables
@@ -23,9 +25,27 @@ _TILE_BYTES = 1 << 14  # of keys and of values each: two stages of both leave ro
 _UNCOMPRESSED_BLOCK = 32
 _SCORE_BLOCK = 128
 _LEAST_BLOCK = 1024
-_PAGES_BLOCK = 32
+_PAGES_BLOCK, _PAGES_BLOCKS = 32, 4  # pages of a tile, and tiles of a program
+_PAGES_WIDTH = 2048  # pages, times heads, that the one program of a row looks at together
 _SPLITS_AT_ONCE = 8
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a split goes over its entries: so many at a time, by so many warps, with loads so many tiles ahead."""
+
+    entries: int
+    warps: int
+    stages: int
+
+
+def tiles_of(storage: StorageFormat, entry_bytes: int, page_size: int) -> Tiles:
+    """Return the tiles of a storage; `entry_bytes` are those of a key in the model's dtype."""
+    if storage.group > 1:
+        return Tiles(storage.group, 4, 2)
+    entries = max(16, min(128, _TILE_BYTES // entry_bytes))
+    return Tiles(min(entries, page_size) if page_size else entries, 4, 2)
 
 
 def attend(
@@ -73,30 +93,35 @@ def attend(
         chosen = tables.workspace("chosen", (n, batch.most_reads), torch.int32)
         counts = tables.workspace("counts", (n,), torch.int32)
         estimates = tables.workspace("estimates", (n, batch.most_pages), torch.float32)
-        choose.choose_entries[n,](
+        logits = tables.workspace("logits of pages", (n, group, batch.most_pages), torch.float32)
+        choose.estimate_pages[n, -(-batch.most_pages // (_PAGES_BLOCK * _PAGES_BLOCKS))](
             query, query.stride(0), query.stride(1), *rows, softmax.scale * math.log2(math.e),
-            estimates, batch.most_pages, chosen, counts, batch.most_reads,
-            TYPE=_TYPES[dtype], ALIGNED=batch.aligned, M=heads, **sizes, BLOCK=_PAGES_BLOCK, PRECISION="ieee",
+            logits, batch.most_pages,
+            TYPE=_TYPES[dtype], ALIGNED=batch.aligned, M=heads, **sizes,
+            BLOCK=_PAGES_BLOCK, BLOCKS=_PAGES_BLOCKS, PRECISION="ieee",
+        )  # fmt: skip
+        choose.choose_entries[n,](
+            *rows[:4], logits, estimates, batch.most_pages, chosen, counts, batch.most_reads,
+            G=group, GROUP=_power_of_two(group), WIDTH=_PAGES_WIDTH // _power_of_two(group), BLOCK=_PAGES_WIDTH,
+            num_warps=8,
         )  # fmt: skip
     whole = programs == n and softmax.sinks is None and not storage.rotated
     parts = tables.workspace("parts", (programs, group, head_dim), torch.float32) if not whole else absent
     peaks = tables.workspace("peaks", (programs, group), torch.float32)
     totals = tables.workspace("totals", (programs, group), torch.float32)
     logits = tables.workspace("logits", (batch.logits * group,), torch.float32) if special else absent
-    block = storage.group if storage.group > 1 else max(16, min(128, _TILE_BYTES // (padded * query.element_size())))
-    if page_size:
-        block = min(block, page_size)
+    tiles = tiles_of(storage, padded * query.element_size(), page_size)
     decode.attend_split[programs,](
         query, query.stride(0), query.stride(1), *rows, batch.tasks, batch.first_parts,
         chosen, counts, batch.most_reads, levels, tables.inv_freq, batch.logits_at,
         softmax.scale * math.log2(math.e), (softmax.softcap or 1.0) * math.log2(math.e),
         out, parts, peaks, totals, logits,
         LOAD_KEYS=reader.keys, LOAD_VALUES=reader.values, BITS=storage.bits, WIDE=reader.wide, **types,
-        ALIGNED=batch.aligned, M=heads, **sizes, BLOCK=block, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
+        ALIGNED=batch.aligned, M=heads, **sizes, BLOCK=tiles.entries, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
         PRECISION=precision, CHOSEN=batch.paged, GROUPED=storage.group > 1, REBASED=special,
         WINDOWED=batch.windowed, CAPPED=softmax.softcap is not None, SCORED=special, WHOLE=whole,
         PAGE_SIZE=page_size,
-        num_warps=4, num_stages=2,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     sinks = absent if softmax.sinks is None else softmax.sinks
     if not whole:

@@ -47,31 +47,43 @@ def location(facts, count, row, layer, PART: tl.constexpr):
 def pointer(facts, count, row, layer, PART: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the pointer to a part of a row in a layer."""
     base, further = location(facts, count, row, layer, PART)
-    return _pointer(base + further, TYPE, ALIGNED)
+    return _pointer(facts, base + further, TYPE, ALIGNED)
 
 
 @triton.jit
-def page_pointer(base, further, in_pages, page, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer to one of the pages of a row, to the row itself where that does not lie in pages.
-
-    base, further: as of `location`.
-    """
-    listed = tl.load(base.to(tl.pointer_type(tl.int64)) + page, mask=in_pages, other=0)
-    return _pointer(tl.where(in_pages, listed, base) + further, TYPE, ALIGNED)
+def page_address(base, listed, page):
+    """Return where one of the pages of a row lies, that is the row itself where none is listed; base of `location`."""
+    address = tl.load(base.to(tl.pointer_type(tl.int64)) + page, mask=listed, other=0)
+    return tl.where(listed, address, base)
 
 
 @triton.jit
-def enter_page(base, further, in_pages, page, address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def page_pointer(facts, address, further, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the pointer to what lies there of a layer."""
+    return _pointer(facts, address + further, TYPE, ALIGNED)
+
+
+@triton.jit
+def enter_page(facts, base, further, in_pages, page, address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """List the address of a page of a row and return the pointer to it, to the row itself where that is in no pages.
 
     base, further: as of `location`.
     """
     tl.store(base.to(tl.pointer_type(tl.int64)) + page, address, mask=in_pages)
-    return _pointer(tl.where(in_pages, address, base) + further, TYPE, ALIGNED)
+    return _pointer(facts, tl.where(in_pages, address, base) + further, TYPE, ALIGNED)
 
 
 @triton.jit
-def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def _pointer(facts, address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the pointer to an address, by how far it is from the table: of one that is made of a number Triton does
+    not know where it points to, and loads nothing ahead.
+    """
+    SIZE: tl.constexpr = TYPE.primitive_bitwidth // 8
+    further = address - facts.to(tl.int64)
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(TYPE))
+        further = tl.multiple_of(further, 16)
+    if SIZE > 1:
+        further = further // SIZE
+        if ALIGNED:
+            further = tl.multiple_of(further, 16 // SIZE)
+    return facts.to(tl.pointer_type(TYPE)) + further

@@ -63,10 +63,10 @@ def put(
             in_pages = table.number(facts, count, row, table.PAGE_SIZE) != 0
             base, further = table.location(facts, count, row, layer, table.KEYS)
             address = table.number(numbers, count, row, table.PAGE_KEYS)
-            keys = table.enter_page(base, further, in_pages, entry // PAGE_SIZE, address, FIRST, ALIGNED)
+            keys = table.enter_page(facts, base, further, in_pages, entry // PAGE_SIZE, address, FIRST, ALIGNED)
             base, further = table.location(facts, count, row, layer, table.VALUES)
             address = table.number(numbers, count, row, table.PAGE_VALUES)
-            values = table.enter_page(base, further, in_pages, entry // PAGE_SIZE, address, FIRST, ALIGNED)
+            values = table.enter_page(facts, base, further, in_pages, entry // PAGE_SIZE, address, FIRST, ALIGNED)
             entry = tl.where(in_pages, entry % PAGE_SIZE, entry)
         sinks = tl.zeros([], tl.int64)
         if REBASED:
