@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.engine.setting import Setting
 
 WEIGHTS = {
-    "bandwidth": 3, "chunks": 2, "steps": 4, "long": 3, "decode": 9, "memory": 1, "ttft": 2, "handoff": 1, "serving": 6,
+    "bandwidth": 3, "chunks": 2, "steps": 4, "decode": 9, "memory": 1, "ttft": 2, "handoff": 1, "long": 3, "serving": 6,
     "vllm": 8,
 }  # fmt: skip
 """How the minutes are shared, where there is a limit. The races run in this order."""

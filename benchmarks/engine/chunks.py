@@ -17,7 +17,7 @@ from warmkv.replicas.engine.engine import Engine
 
 ENDS = (2_048, 8_192, 32_768, 131_072)
 """Tokens up to the end of a chunk, as far as the model goes."""
-PROMPTS = {"full": (2_048, 8_192, 131_072), "h2o@1024": (2_048, 8_192, 131_072)}
+PROMPTS, PROMPTED = (2_048, 8_192, 131_072), ("full", "h2o@1024")
 TIMED = 3
 SIDE = 8_192
 """Rows and columns of the matrices that tell how fast the device multiplies."""
@@ -36,8 +36,8 @@ def race(arena: Arena) -> None:
 
 def long(arena: Arena) -> None:
     """Seconds of whole prompts, computed in chunks with nothing beside them."""
-    for name, lengths in PROMPTS.items():
-        for tokens in (tokens for tokens in lengths if tokens <= _most(arena)):
+    for tokens in (tokens for tokens in PROMPTS if tokens <= _most(arena)):
+        for name in PROMPTED:
             arena.say(f"long: a prompt of {tokens:,} tokens under {name}")
             arena.attempt(
                 f"a prompt of {tokens:,} under {name}", _prompt, arena, PolicySpec.model_validate(name), tokens

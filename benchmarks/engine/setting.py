@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from warmkv.replicas.loading.load import LoadedModel, prepare
+from warmkv.replicas.loading.malloc import grow_segments
 
 COMMON: dict[str, Any] = {
     "tie_word_embeddings": True,
@@ -146,6 +147,8 @@ class Models:
 def build(setting: Setting) -> Models:
     """Return both models of a setting; their parameters are the same tensors."""
     torch.manual_seed(setting.seed)
+    if setting.device.startswith("cuda"):
+        grow_segments()
     config = LlamaConfig(**{**COMMON, **SHAPES[setting.shape]})
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, setting.dtype))

@@ -18,7 +18,7 @@ from warmkv.measuring.clock import Stopwatch
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.engine import Engine
 
-POLICIES = ("full", "snapkv@{}", "full+fp8", "full+kivi4", "h2o@{}", "pyramidkv@{}", "rocketkv@{}")
+POLICIES = ("full", "snapkv@{}", "full+fp8", "full+kivi4", "h2o@{}", "rocketkv@{}")
 MIXED = (32, 16, 8, 4, 2, 1)
 """Of a context, the parts that sequences of mixed lengths have, in turn."""
 EQUAL = 4

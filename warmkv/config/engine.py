@@ -10,9 +10,9 @@ from warmkv.config.base import AutoBytes, AutoTokens, Section, planned
 from warmkv.config.capabilities import Capabilities
 from warmkv.policy_spec import PolicySpec
 
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 1024, 768
-"""Tokens of a step where `engine.step_tokens` is auto. A GPU needs a few hundred until arithmetic takes longer than
-reading the weights. On a CPU several prompts at once leave more steps that only decode."""
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 1024, 1024
+"""Tokens of a step where `engine.step_tokens` is auto. On a GPU the arithmetic of so many, in a model of 8B parameters,
+takes as long as their launches take the host. On a CPU several prompts at once leave more steps that only decode."""
 
 
 EngineKind = Literal["warmkv", "vllm"]

@@ -22,7 +22,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading import quantized, supported
 from warmkv.replicas.loading.adapters import check_adapter
 from warmkv.replicas.loading.last_layer import leave_at_drawn
-from warmkv.replicas.loading.malloc import keep_freed_memory
+from warmkv.replicas.loading.malloc import grow_segments, keep_freed_memory
 from warmkv.replicas.loading.mapped_files import MappedFiles
 from warmkv.replicas.loading.packed_weights import can_pack, leave_file, pack_linears, packed_bytes
 from warmkv.replicas.loading.structure import (
@@ -162,6 +162,8 @@ def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
     dtype = resolve_dtype(config.dtype, device)
     if device.type == "cpu":
         keep_freed_memory()
+    elif device.type == "cuda":
+        grow_segments()
     configured = AutoConfig.from_pretrained(model_path(config), revision=config.revision)
     check_config(configured)  # before weights are read
     if quantized.settle(configured, device):

@@ -30,7 +30,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 SHAPE = KVShape(layers=3, kv_heads=2, head_dim=16, dtype_bytes=4, q_heads=4)
 INV_FREQ = torch.ones(SHAPE.head_dim // 2, dtype=torch.float64)
 MOST = 5
-"""Launches of a layer: put, attend, put the splits together, and the two that rocketkv chooses by or what h2o counts."""
+"""Launches of a layer: put, attend, put the splits together; rocketkv chooses by two more, h2o counts by one."""
 VIEWS = {
     "view", "reshape", "slice", "select", "unbind", "expand", "transpose", "permute", "unsqueeze", "squeeze", "alias",
     "as_strided", "detach", "_unsafe_view", "new_empty", "empty",
@@ -182,7 +182,7 @@ def test_one_launch_attends_rows_of_every_method_in_the_models_dtype(calls):
     policies = ("full", "streaming_llm@20", "h2o@20", "rocketkv@20:window=4", "pyramidkv@20")
     mixed = [filled(pool, PolicySpec.model_validate(policy), 60 + 20 * at, 6) for at, policy in enumerate(policies)]
     launched, _ = step(calls, pool, mixed)
-    assert launched == [4] * SHAPE.layers
+    assert launched == [MOST] * SHAPE.layers
 
 
 def test_rows_in_pages_take_as_few_launches_and_no_upload_of_their_own(calls):
@@ -190,7 +190,7 @@ def test_rows_in_pages_take_as_few_launches_and_no_upload_of_their_own(calls):
     assert all(slot.paged for slot in slots)
     step(calls, pool, slots)
     steps = [step(calls, pool, slots) for _ in range(32)]
-    assert max(max(launched) for launched, _ in steps) <= MOST - 1
+    assert max(max(launched) for launched, _ in steps) <= MOST - 2
     assert {ahead for _, ahead in steps} == {1}, "pages that rows come to are listed by the kernels"
 
 

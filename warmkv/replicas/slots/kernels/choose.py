@@ -38,7 +38,8 @@ def estimate_pages(
     in_tile = (heads < G)[:, None] & (channels < HEAD_DIM)[None, :]
     query_sequence, query_head = table.strides(query_sequence, query_head, HEAD_DIM)
     query += place // KV_HEADS * query_sequence + place % KV_HEADS * G * query_head
-    q = tl.load(query + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0).to(tl.float32)
+    loaded = tl.load(query + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0)
+    q = loaded.to(tl.float32)
     size = tl.sum(tl.abs(q), 0)
     # How many channels of the group are larger, or as large and before it.
     order = tl.where(channels < HEAD_DIM, size, -1.0)
@@ -50,8 +51,8 @@ def estimate_pages(
     positive = tl.sum(q, 0) > 0
     seen = tl.sum(tl.abs(part), 1) / tl.maximum(tl.sum(tl.abs(q), 1), 1e-30)
     scales = scale * tl.rsqrt(tl.maximum(seen, 1e-30))  # makes up for the channels left out
-    greatest = tl.where(positive[None, :], part, 0.0)
-    least = tl.where(positive[None, :], 0.0, part)
+    greatest = tl.where(positive[None, :], part, 0.0).to(loaded.dtype)
+    least = tl.where(positive[None, :], 0.0, part).to(loaded.dtype)
 
     lowest = table.pointer(facts, count, row, layer, table.LOWEST, TYPE, ALIGNED)
     highest = table.pointer(facts, count, row, layer, table.HIGHEST, TYPE, ALIGNED)
@@ -59,8 +60,8 @@ def estimate_pages(
     for start in tl.range(begin, tl.minimum(begin + BLOCK * BLOCKS, pages), BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < pages
-        upper = load_rows(highest, at, inside, D, HEAD_DIM).to(tl.float32)
-        lower = load_rows(lowest, at, inside, D, HEAD_DIM).to(tl.float32)
+        upper = load_rows(highest, at, inside, D, HEAD_DIM).to(loaded.dtype)
+        lower = load_rows(lowest, at, inside, D, HEAD_DIM).to(loaded.dtype)
         found = tl.dot(greatest, tl.trans(upper), input_precision=PRECISION)
         found += tl.dot(least, tl.trans(lower), input_precision=PRECISION)
         tl.store(logits + at[None, :], found * scales[:, None], mask=(heads < G)[:, None] & inside[None, :])

@@ -27,7 +27,7 @@ _SCORE_BLOCK = 128
 _LEAST_BLOCK = 1024
 _PAGES_BLOCK, _PAGES_BLOCKS = 32, 4  # pages of a tile, and tiles of a program
 _PAGES_WIDTH = 2048  # pages, times heads, that the one program of a row looks at together
-_SPLITS_AT_ONCE = 8
+_SPLITS_AT_ONCE = 32
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
 
 
@@ -41,11 +41,11 @@ class Tiles:
 
 
 def tiles_of(storage: StorageFormat, entry_bytes: int, page_size: int) -> Tiles:
-    """Return the tiles of a storage; `entry_bytes` are those of a key in the model's dtype."""
+    """Return the tiles that were fastest on an H100; `entry_bytes` are those of a key in the model's dtype."""
     if storage.group > 1:
-        return Tiles(storage.group, 4, 2)
+        return Tiles(storage.group, 2, 2)
     entries = max(16, min(128, _TILE_BYTES // entry_bytes))
-    return Tiles(min(entries, page_size) if page_size else entries, 4, 2)
+    return Tiles(min(entries, page_size) if page_size else entries, 4, 2 if storage.rotated else 3)
 
 
 def attend(
@@ -98,7 +98,7 @@ def attend(
             query, query.stride(0), query.stride(1), *rows, softmax.scale * math.log2(math.e),
             logits, batch.most_pages,
             TYPE=_TYPES[dtype], ALIGNED=batch.aligned, M=heads, **sizes,
-            BLOCK=_PAGES_BLOCK, BLOCKS=_PAGES_BLOCKS, PRECISION="ieee",
+            BLOCK=_PAGES_BLOCK, BLOCKS=_PAGES_BLOCKS, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         choose.choose_entries[n,](
             *rows[:4], logits, estimates, batch.most_pages, chosen, counts, batch.most_reads,
