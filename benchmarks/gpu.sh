@@ -20,7 +20,7 @@ mkdir -p "$out"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$site/inductor}
 
-if ! "$python" -c 'import pydantic' 2>/dev/null; then
+if ! "$python" -c 'import pydantic, llguidance' 2>/dev/null; then
   if compgen -G "$wheels/*.whl" >/dev/null; then
     for wheel in "$wheels"/*.whl; do "$python" -m zipfile -e "$wheel" "$site"; done
     export PYTHONPATH=$PYTHONPATH:$site
@@ -31,7 +31,7 @@ import importlib
 import sys
 
 missing = []
-for name in ("numpy", "yaml", "pydantic", "torch", "transformers", "warmkv.replicas.engine.engine"):
+for name in ("numpy", "yaml", "pydantic", "llguidance", "torch", "transformers", "warmkv.replicas.engine.engine"):
     try:
         importlib.import_module(name)
     except ImportError as error:

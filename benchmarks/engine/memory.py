@@ -8,6 +8,7 @@ from transformers import DynamicCache
 from benchmarks.engine.arena import Arena
 from benchmarks.engine.setting import Models, Setting
 from benchmarks.engine.warm import PLENTY
+from warmkv.config import PrefixCacheConfig
 from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.slots.slot import SlotRequest
@@ -35,7 +36,7 @@ def slots(models: Models, setting: Setting, spec: PolicySpec) -> int:
     """
     device = models.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    pool = SlotPool(models.warm.kv_shape, models.warm.dtype, device)
+    pool = SlotPool(models.warm.kv_shape, models.warm.dtype, device, PrefixCacheConfig().block_size)
     slot_request = SlotRequest(
         budgets.in_force(spec, setting.context, setting.new_tokens), setting.context, setting.new_tokens
     )

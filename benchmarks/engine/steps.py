@@ -19,6 +19,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.engine import Engine
 
 POLICIES = ("full", "snapkv@{}", "full+fp8", "full+kivi4", "h2o@{}", "rocketkv@{}")
+MANY = (8, 32)
 MIXED = (32, 16, 8, 4, 2, 1)
 """Of a context, the parts that sequences of mixed lengths have, in turn."""
 EQUAL = 4
@@ -32,12 +33,11 @@ def race(arena: Arena) -> None:
     """Seconds of steps over their bound."""
     setting, models = arena.setting, arena.models
     copied = copy_bandwidth(models.device, setting.copy_bytes)
-    arena.results.add("copy_bytes_per_second", copied)
+    arena.results.add("steps_copy_bytes_per_second", copied)
     engine = arena.engine()
-    many = (2,) if setting.quick else (8, 32)
     batches = {"alone": [setting.context]}
-    batches |= {f"equal_{batch}": [setting.context // EQUAL] * batch for batch in many}
-    batches |= {f"mixed_{batch}": [setting.context // MIXED[at % len(MIXED)] for at in range(batch)] for batch in many}
+    batches |= {f"equal_{batch}": [setting.context // EQUAL] * batch for batch in MANY}
+    batches |= {f"mixed_{batch}": [setting.context // MIXED[at % len(MIXED)] for at in range(batch)] for batch in MANY}
     for name in POLICIES:
         spec = PolicySpec.model_validate(name.format(setting.memory_budget))
         for what, lengths in batches.items():

@@ -40,7 +40,7 @@ def _forward(
         raise ValueError("this model attends through warmkv: call it with the engine's state as warmkv=...")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = warmkv.attend(module.layer_idx, query, key, value, Softmax(scale, softcap, s_aux))
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _forward)

@@ -36,7 +36,7 @@ def test_rows_of_the_last_layer_are_those_that_tokens_are_drawn_from(policy, mon
     every = sum(LENGTHS) + 4 * len(LENGTHS)
     assert rows[:2] == [every, every]
     assert rows[2] < every - 100
-    monkeypatch.setattr("warmkv.replicas.engine.forward.LEAST_LEFT_OUT", 1 << 20)
+    monkeypatch.setattr("warmkv.replicas.engine.forward.eager.LEAST_LEFT_OUT", 1 << 20)
     rows, expected = counted(policy)
     assert rows[2] == every
     assert tokens == expected

@@ -13,7 +13,7 @@ from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig
 from warmkv.replicas.engine import engine
 from warmkv.replicas.engine.forward import CompiledForward, LayeredForward, compiles
-from warmkv.replicas.engine.layers import Layers
+from warmkv.replicas.engine.forward.layers import Layers
 from warmkv.replicas.loading import packed_weights
 from warmkv.replicas.loading.load import LoadedModel, prepare
 from warmkv.replicas.protocol import GenerateRequest

@@ -1,4 +1,4 @@
-"""Running the model: eagerly, or as compiled code that passes of every size share."""
+"""Run the model as compiled code that passes of every size share."""
 
 from __future__ import annotations
 
@@ -17,52 +17,16 @@ from torch import Tensor
 from warmkv.config import EngineConfig
 from warmkv.policies.compression.hook import StepState
 from warmkv.policies.compression.softmax import Softmax
-from warmkv.replicas.engine.layers import Layers
+from warmkv.replicas.engine.forward.eager import ModelRunner
+from warmkv.replicas.engine.forward.layers import Layers
 from warmkv.replicas.loading.last_layer import DrawnOnly
 from warmkv.replicas.loading.load import LoadedModel
-
-LEAST_LEFT_OUT = 16
-"""Positions of a pass as of which the last layer leaves them out: its queries are computed twice for the others."""
 
 BUILT_TOKENS = 48
 """Tokens of the pass with which its graph is built, which holds for other numbers as well."""
 
 NEXT = -1
 """The layer of a call from code that layers share."""
-
-
-class ModelRunner:
-    """The model as it is, for prompts and for sequences that decode."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self._module, self._leaves_at_drawn = model.module, model.leaves_at_drawn
-        # States know what is seen. Without a ready mask transformers looks for packed sequences, which a GPU waits for.
-        self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
-
-    def __call__(self, ids: Tensor, positions: Tensor, state: StepState) -> Tensor:
-        """Return logits [batch, vocabulary] of the last position of ids [batch, n] at positions [batch, n].
-
-        By a `DrawnOnly` of a single row, those of its places: [drawn, vocabulary].
-        """
-        if not isinstance(state, DrawnOnly):
-            return self.logits(ids, positions, state, 1)[:, -1]
-        few = ids.shape[1] - len(state.places) >= LEAST_LEFT_OUT
-        if state.is_scored or not few or not self._leaves_at_drawn:
-            return self.logits(ids, positions, state.state, state.places)[0]
-        return self.logits(ids, positions, state, 0)[0]
-
-    def logits(self, ids: Tensor, positions: Tensor, state: StepState, keep: int | Tensor) -> Tensor:
-        """Return logits [batch, kept, vocabulary] of the last `keep` positions, all for 0, or of those it names."""
-        output = self._module(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=self._mask,
-            use_cache=False,
-            logits_to_keep=keep,
-            warmkv=state,
-        )
-        logits: Tensor = output.logits
-        return logits
 
 
 def compiles(config: EngineConfig, device: torch.device) -> bool:
@@ -248,7 +212,7 @@ class _Relay:
         """Attend as `attend`, or by the state's `attend_drawn` where `places` are given."""
         rest = (softmax.scale, softmax.softcap, softmax.sinks)
         out: Tensor = torch.ops.warmkv.attend(query, key, value, places, layer, self.number, *rest)
-        return out
+        return out.transpose(1, 2)
 
 
 class _LayerRelay(_Relay):
@@ -314,7 +278,10 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend by the state of a relay; with `places`, as many positions come back, zeros where fewer are drawn from."""
+    """Attend by the state of a relay, and return [batch, n, q_heads, head_dim], as models go on with it.
+
+    With `places`, as many positions come back, zeros where fewer are drawn from.
+    """
     through = _relays[relay]
     state, softmax = through.state, Softmax(scale, softcap, sinks)
     if layer == NEXT:
@@ -324,11 +291,10 @@ def _attend(
     else:
         out = state.attend_drawn(layer, query, key, value, softmax)
         out = F.pad(out, (0, 0, 0, len(places) - out.shape[2]))
-    return out.contiguous()
+    return out.transpose(1, 2).contiguous()
 
 
 @torch.library.register_fake("warmkv::attend")
 def _(query: Tensor, key: Tensor, value: Tensor, places: Tensor | None, *_: object) -> Tensor:
-    if places is None:
-        return torch.empty_like(query, memory_format=torch.contiguous_format)
-    return query.new_empty(1, query.shape[1], places.shape[0], query.shape[3])
+    count = query.shape[2] if places is None else places.shape[0]
+    return query.new_empty(query.shape[0], count, query.shape[1], query.shape[3])
