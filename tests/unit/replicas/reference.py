@@ -22,6 +22,7 @@ from tests.unit.replicas.slow_methods import (
     received,
     reserved,
     resolve,
+    rocketkv,
 )
 from tests.unit.replicas.slow_methods.tova import last_query_average
 from warmkv.policies.compression.storage_format import StorageFormat
@@ -104,6 +105,7 @@ class Reference:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.layers = model.model.layers
+        self.pages: tuple[int, int, int] | None = None  # of rocketkv
         config = model.config
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -158,12 +160,24 @@ class Reference:
             [self.cache(spec, view, keys, head, chosen[at][head]) for head in range(view.kv_heads)]
             for at, (view, keys) in enumerate(zip(views, unrotated, strict=True))
         ]
+        self.pages = None
+        if spec.name == "rocketkv" and resolve(spec, len(prompt)) < len(prompt):
+            self.pages = rocketkv.pages(len(prompt), resolve(spec, len(prompt)), self.head_dim)
         logits = [self.model.lm_head(self.model.model.norm(hidden[-1]))]
         tokens = [int(logits[-1].argmax())]
         for step in range(new - 1):
             logits.append(self.decode(tokens[-1], len(prompt) + step, caches, spec))
             tokens.append(int(logits[-1].argmax()))
         return tokens, logits
+
+    @staticmethod
+    def attend_pages(caches: list[SlowCache], queries: Tensor, page: int, reads: int, channels: int) -> Tensor:
+        group, found = len(queries) // len(caches), []
+        for head, cache in enumerate(caches):
+            entries = [entry.key for entry in cache.entries], [entry.value for entry in cache.entries]
+            mine = queries[head * group : (head + 1) * group]
+            found.append(rocketkv.attend(mine, *entries, page, reads, channels))
+        return torch.cat(found)
 
     def cache(self, spec: PolicySpec, view: LayerView, unrotated: Tensor, head: int, positions: list[int]) -> SlowCache:
         """Return one KV head's cache at the hand-off."""
@@ -234,7 +248,8 @@ class Reference:
             elif spec.name == "streaming_llm":  # the same distances, but what is stored keeps its rotation
                 for cache in heads:
                     self.rotate_sinks_on(cache, position - len(cache.entries) + 1)
-            rotated_q = self.rotate(q, torch.tensor([at]))
-            hidden = self.block(layer, hidden, attend(heads, rotated_q[:, 0]).flatten()[None])
+            query = self.rotate(q, torch.tensor([at]))[:, 0]
+            attended = attend(heads, query) if self.pages is None else self.attend_pages(heads, query, *self.pages)
+            hidden = self.block(layer, hidden, attended.flatten()[None])
         logits: Tensor = self.model.lm_head(self.model.model.norm(hidden[-1]))
         return logits

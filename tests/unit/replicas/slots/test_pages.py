@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
+from tests.unit.replicas.slow_methods.rocketkv import attend
 from warmkv.policies import budgets
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
@@ -19,34 +18,6 @@ from warmkv.replicas.slots.slots import SlotPool
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, dtype_bytes=4)
 GROUP, SCALE = 3, 8**-0.5
-
-
-def slow_attention(
-    queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], page: int, reads: int, channels: int
-) -> torch.Tensor:
-    """Return queries [group, d] on the `reads` entries of one KV head that promise most, by estimates from some
-    channels.
-    """
-    weights = [float(queries[:, c].abs().sum()) for c in range(SHAPE.head_dim)]
-    largest = sorted(range(SHAPE.head_dim), key=lambda c: -weights[c])[:channels]
-    promise = [0.0] * len(keys)
-    for query in queries:
-        estimates = []
-        for entry in range(len(keys)):
-            first = entry // page * page
-            neighbours = keys[first : first + page]
-            estimate = 0.0
-            for c in largest:
-                column = [float(key[c]) for key in neighbours]
-                estimate += float(query[c]) * (max(column) if float(queries[:, c].sum()) > 0 else min(column))
-            seen = sum(abs(float(query[c])) for c in largest) / float(query.abs().sum())
-            estimates.append(estimate * SCALE / math.sqrt(seen))
-        total = sum(math.exp(estimate) for estimate in estimates)
-        for entry, estimate in enumerate(estimates):
-            promise[entry] += math.exp(estimate) / total
-    read = sorted(sorted(range(len(keys)), key=lambda entry: (-promise[entry], entry))[:reads])
-    logits = queries @ torch.stack([keys[entry] for entry in read]).T * SCALE
-    return logits.softmax(-1) @ torch.stack([values[entry] for entry in read])
 
 
 @pytest.mark.parametrize(
@@ -93,5 +64,5 @@ def test_a_step_reads_the_entries_that_promise_most(budget, page, channels, othe
                 keys.append(key[0, head, 0])
                 values.append(value[0, head, 0])
                 group = slice(head * GROUP, (head + 1) * GROUP)
-                expected = slow_attention(query[0, group, 0], keys, values, page, budget // 2, channels)
+                expected = attend(query[0, group, 0], keys, values, page, budget // 2, channels)
                 torch.testing.assert_close(out[0, group, 0], expected)
