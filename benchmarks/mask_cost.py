@@ -53,7 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     from warmkv.config import ModelConfig
     from warmkv.measuring import machine
     from warmkv.replicas.constraints.compiler import Compiler
-    from warmkv.replicas.loading.load import load_model, load_tokenizer
+    from warmkv.replicas.loading.load import load_model
+    from warmkv.replicas.loading.tokenizer import load_tokenizer
 
     config = ModelConfig(device="cpu")
     model, tokenizer = load_model(config), load_tokenizer(config)

@@ -67,7 +67,7 @@ class Gateway:
         from warmkv.policies.dispatcher import Dispatcher
         from warmkv.prefixes import breakpoints
         from warmkv.replicas.frames import encode_order
-        from warmkv.replicas.loading.load import load_tokenizer
+        from warmkv.replicas.loading.tokenizer import load_tokenizer
 
         config = load(flags=["gateway.max_body_bytes=64MiB"])
         self.parts, self.config = Parts(), config

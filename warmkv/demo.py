@@ -151,7 +151,7 @@ def run(config: Config, seed: int) -> DemoResult:
 
 def make_document(config: Config, seed: int) -> tuple[str, list[Question]]:
     """Return a text of held-out source code with codes hidden in it, and questions in the order of their facts."""
-    from warmkv.replicas.loading.load import load_tokenizer
+    from warmkv.replicas.loading.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
     world = corpus.World("heldout", count=lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))

@@ -14,7 +14,7 @@ from typing import Any
 from tests.client_commands.service import Service
 from warmkv.config import ModelConfig
 from warmkv.models.tiny import PATH, corpus, tasks
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 QUIET = {  # nobody is told of these runs
     "DISABLE_TELEMETRY": "1",

@@ -22,7 +22,7 @@ from warmkv.config import ModelConfig
 from warmkv.policies import pricing
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.engine.engine import Engine
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.cluster
 

@@ -22,7 +22,8 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import tiers_of
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.deployment import threads_per_replica
-from warmkv.replicas.loading.load import load_tokenizer, resolve_device, resolve_dtype
+from warmkv.replicas.loading.load import resolve_device, resolve_dtype
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cluster.autoscaler import Scaling, decide
 from warmkv.simulator.cluster.stores import Levels, Stores, laid_out

@@ -18,7 +18,7 @@ from warmkv.replicas import device_memory
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.engines import build_engine
 from warmkv.replicas.engines.interface import Place
-from warmkv.replicas.loading.load import decoder, load_tokenizer
+from warmkv.replicas.loading.tokenizer import decoder, load_tokenizer
 from warmkv.replicas.protocol import Delta, Event, Failed, Finished, GenerateRequest, SamplingParams, Started
 
 T = TypeVar("T")

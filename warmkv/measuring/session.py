@@ -31,7 +31,8 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
 
     from warmkv.measuring import machine
     from warmkv.replicas import device_memory
-    from warmkv.replicas.loading import load as loading
+    from warmkv.replicas.loading.load import load_model
+    from warmkv.replicas.loading.tokenizer import load_max_context
 
     logging.disable_progress_bar()
     if settings.engine.threads:
@@ -42,8 +43,8 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
         errors.print("other work runs on this machine", style="yellow", end="")
         errors.print(f" (load {found['load']} on {found['cores']} cores): figures will be worse than it can do")
     try:
-        check(context_limit(settings, loading.load_max_context(settings.model)))
-        model = loading.load_model(settings.model)
+        check(context_limit(settings, load_max_context(settings.model)))
+        model = load_model(settings.model)
     except MeasureError:
         raise
     except (OSError, ValueError, torch.OutOfMemoryError) as error:

@@ -23,7 +23,8 @@ from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.packs import PackError
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.engine import Engine
-from warmkv.replicas.loading.load import load_model, load_tokenizer
+from warmkv.replicas.loading.load import load_model
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.replicas.protocol import EngineError, Failed, GenerateRequest, SamplingParams
 
 QUESTION = ContentBlock("?")

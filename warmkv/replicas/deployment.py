@@ -24,7 +24,7 @@ from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.engines import build_engine
 from warmkv.replicas.engines.interface import Place
 from warmkv.replicas.links import Links, ray_tls
-from warmkv.replicas.loading.load import decoder, load_tokenizer
+from warmkv.replicas.loading.tokenizer import decoder, load_tokenizer
 from warmkv.replicas.protocol import BlockEvents, BlocksWanted, GatewayAddress
 from warmkv.replicas.publisher import Publisher
 from warmkv.replicas.transfer import BlockPayloads, BlocksOffered

@@ -16,7 +16,8 @@ from warmkv.policies import memory_plan
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, MemoryPlanError, ModelSizes
-from warmkv.replicas.loading.load import LoadedModel, model_path, resolve_device, resolve_dtype
+from warmkv.replicas.loading.load import LoadedModel, resolve_device, resolve_dtype
+from warmkv.replicas.loading.tokenizer import model_path
 
 UNLIMITED = 1 << 60
 """Limits of control groups from here on are none: version 1 writes the largest multiple of a page below 2**63."""

@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from warmkv.config import ModelConfig
 from warmkv.evaluation.plan import EvalPlan
 from warmkv.evaluation.tasks import Texts
-from warmkv.replicas.loading.load import LoadedModel, load_tokenizer, prepare
+from warmkv.replicas.loading.load import LoadedModel, prepare
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 CONTEXT = 768
 

@@ -18,7 +18,7 @@ from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.gateway.whatif import WhatIfControl
 from warmkv.platform.live_config_store import FolderStore
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.replicas.protocol import Delta, Event, Finished, Started
 
 SECRET = b"secret"

@@ -38,7 +38,8 @@ from warmkv.platform.whatif.sizes import Held
 from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engine.engine import Engine
-from warmkv.replicas.loading.load import load_model, load_tokenizer
+from warmkv.replicas.loading.load import load_model
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.replicas.protocol import Event, GenerateRequest
 
 

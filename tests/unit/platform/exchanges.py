@@ -21,7 +21,7 @@ from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.live_config_store import FolderStore
 from warmkv.platform.tenants import Tenant
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.replicas.protocol import Admitted, Delta, Event, Finished, Started
 from warmkv.request_context import RequestContext
 

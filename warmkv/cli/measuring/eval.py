@@ -126,13 +126,14 @@ def _load(plan: EvalPlan) -> tuple[LoadedModel, Any]:
     from transformers.utils import logging
 
     from warmkv.replicas import device_memory
-    from warmkv.replicas.loading import load as loading
+    from warmkv.replicas.loading.load import load_model
+    from warmkv.replicas.loading.tokenizer import load_tokenizer
 
     logging.disable_progress_bar()
     try:
         config = ModelConfig(path=plan.model, device=plan.device)
         device_memory.check_device(config.device)
-        return loading.load_model(config), loading.load_tokenizer(config)
+        return load_model(config), load_tokenizer(config)
     except (OSError, ValueError, torch.OutOfMemoryError) as error:
         raise EvalError(f"cannot load {plan.model}: {str(error).splitlines()[0]}") from None
 

@@ -31,7 +31,7 @@ from warmkv.platform.whatif.feed import Feed
 from warmkv.prefixes.misses import Told
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.links import ray_tls
-from warmkv.replicas.loading.load import load_max_context, load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_max_context, load_tokenizer, without_torch
 
 log = logging.getLogger("ray.serve")
 
@@ -88,8 +88,9 @@ class Gateway:
         self._sender = Sender(config, router, self._replies, time.monotonic)
         self._listening = asyncio.get_running_loop().create_task(self._replies.listen(ray_tls("server")))
         self._members = Members(replicas, self._replies.address, self._sender, f"gateway {self._name}")
-        self._tokenizer = load_tokenizer(config.model)
-        self._max_context = config.engine.max_context or load_max_context(config.model)
+        with without_torch():
+            self._tokenizer = load_tokenizer(config.model)
+            self._max_context = config.engine.max_context or load_max_context(config.model)
         logs.forward("ray.serve")
         dropped = partial(recorder.add, telemetry.DROPPED_LINES, log="access")
         access_log, self._log = config.gateway.access_log, None

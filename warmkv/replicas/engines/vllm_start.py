@@ -15,7 +15,8 @@ from warmkv.config.engine import VLLM_STORAGES
 from warmkv.model_shape import ModelShape
 from warmkv.policies.memory_plan import MemoryPlan, ModelSizes
 from warmkv.policies.tiers import weight
-from warmkv.replicas.loading.load import fetch, load_max_context, resolve_device, resolve_dtype
+from warmkv.replicas.loading.load import fetch, resolve_device, resolve_dtype
+from warmkv.replicas.loading.tokenizer import load_max_context
 
 CPU_BLOCK, GPU_BLOCK = 32, 16
 """Tokens of which vLLM's blocks are multiples."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from warmkv.config import ModelConfig
-from warmkv.models import tiny
 from warmkv.policies import batching
 from warmkv.policies.compression.hook import ATTENTION
 from warmkv.policies.compression.observe import kv_shape, rotation
@@ -32,10 +31,10 @@ from warmkv.replicas.loading.structure import (
     layer_traits,
     refusal,
 )
+from warmkv.replicas.loading.tokenizer import model_path
 
 log = logging.getLogger(__name__)
 
-TINY = tiny.PATH
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]  # of a hub model: weights, and all that describes it
 
 
@@ -91,11 +90,6 @@ class LoadedModel:
         return plain + packed_bytes(self.module)
 
 
-def model_path(config: ModelConfig) -> str:
-    """Return folder or hub name to load; `tiny` is the model in the package."""
-    return str(TINY) if config.path == "tiny" else config.path
-
-
 def fetch(config: ModelConfig) -> Path:
     """Download a hub model into the hub's cache, unless it is there; return its folder. Others are where they are.
 
@@ -125,27 +119,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def load_tokenizer(config: ModelConfig) -> Any:
-    """Load the model's tokenizer. Imports transformers, but runs nothing on a device."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_path(config), revision=config.revision)
-
-
-def decoder(tokenizer: Any) -> Any:
-    """Return what makes text of tokens as they come: the tokenizers library's own object where there is one."""
-    return getattr(tokenizer, "backend_tokenizer", None) or tokenizer
-
-
-def load_max_context(config: ModelConfig) -> int:
-    """Read the model's maximum context from its configuration alone; an upper bound."""
-    from transformers import AutoConfig
-
-    text = AutoConfig.from_pretrained(model_path(config), revision=config.revision).get_text_config()
-    limit: int = text.max_position_embeddings
-    return limit
 
 
 def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:

@@ -19,7 +19,8 @@ from warmkv.replicas.answers import Answers
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.links import Links
-from warmkv.replicas.loading.load import load_model, load_tokenizer
+from warmkv.replicas.loading.load import load_model
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.replicas.protocol import BlocksWanted
 from warmkv.replicas.transfer import BlockPayloads, Transfers
 

@@ -15,7 +15,8 @@ from warmkv.config import ModelConfig
 from warmkv.models.tiny import corpus
 from warmkv.policies.compression import cpu_attention
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.loading.load import TINY, LoadedModel, load_model, load_tokenizer
+from warmkv.replicas.loading.load import TINY, LoadedModel, load_model
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

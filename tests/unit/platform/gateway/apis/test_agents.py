@@ -13,7 +13,7 @@ import requests
 from tests.polling import PATIENCE
 from tests.unit.platform.gateway.apis import claude_code
 from tests.unit.platform.gateway.apis.claude_code import MARK, text, tool
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 LONG = "def rotate(keys, angles):\n    return keys * angles.cos()\n" * 20
 

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.platform import exchanges
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message
 from warmkv.config import ConfigError, load
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.replicas.protocol import GenerateRequest
 
 MESSAGES, CHAT, COMPLETIONS = "/v1/messages", "/v1/chat/completions", "/v1/completions"

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.polling import until
-from warmkv.replicas.loading.load import TINY, load_tokenizer
+from warmkv.models import tiny
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 LONG = "for position in range(length):\n    total += position\n" * 40
 
@@ -157,7 +158,7 @@ def test_log_probabilities_of_a_text(server, stream):
 @pytest.fixture(scope="module")
 def plain(server):
     """Returns what transformers' plain forward makes of token ids: log-probabilities of all but the first."""
-    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny.PATH, dtype=torch.float32)
 
     def logprobs(ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():

@@ -23,7 +23,7 @@ from warmkv.platform.gateway.apis.template_options import variables, variables_o
 from warmkv.platform.gateway.apis.thinking import restore, seal, sign
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, tokenize
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 
 @functools.cache

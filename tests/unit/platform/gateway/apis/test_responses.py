@@ -12,7 +12,7 @@ from tests.unit.platform.gateway.apis.test_tool_calls import SCHEMA, THOUGHT, TW
 from warmkv.platform.gateway.apis.responses import answers
 from warmkv.platform.gateway.apis.responses import store as responses
 from warmkv.platform.gateway.apis.responses.store import ResponseStore, StoredResponse
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.replicas.protocol import TokenLogprobs
 
 LONG = "for position in range(length):\n    total += position\n" * 40

@@ -27,7 +27,7 @@ from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.hashing import block_hashes
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 ROOT, SIZE = b"of a tenant", 4
 CORPUS = [

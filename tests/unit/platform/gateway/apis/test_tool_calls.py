@@ -20,7 +20,7 @@ from tests.unit.platform.exchanges import STARTED, Exchange, Gateway, chat, mess
 from warmkv.platform.gateway.apis.chat_parsing.format import ResponseFormat
 from warmkv.platform.gateway.apis.thinking import restore, verify
 from warmkv.platform.gateway.resume import Attempt
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.replicas.protocol import (
     Admitted,
     Constraint,

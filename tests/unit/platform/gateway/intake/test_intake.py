@@ -28,7 +28,7 @@ from warmkv.platform.gateway.intake.body import Budget, Lane
 from warmkv.platform.gateway.intake.body_limits import BodyLimits, outside_strings
 from warmkv.platform.gateway.intake.parsing import SLICE, Parsing, _slices
 from warmkv.platform.tenants import hash_key
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 SAID = {"role": "user", "content": "x"}
 WHOLE = {"model": "tiny", "max_tokens": 1, "messages": [SAID]}

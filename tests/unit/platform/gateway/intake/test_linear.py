@@ -28,7 +28,7 @@ from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.gateway.live_config import ChangeBody, RollbackBody
 from warmkv.platform.gateway.service import Arrival
 from warmkv.platform.tenants import Tenant
-from warmkv.replicas.loading.load import load_tokenizer
+from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 SMALL, TIMES, SLACK = 64, 4, 1.1
 PACKAGE = "/warmkv/"
