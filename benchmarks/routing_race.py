@@ -99,7 +99,7 @@ def _figures(run: Run, measured: dict[str, list[float]]) -> list[Figure]:
 def _simulated_figures(measured: dict[str, list[float]]) -> list[Figure]:
     """Return medians of TTFT ratios to the peers' rules, sessions by sessions; to the prefix router's with targets."""
     from benchmarks.report import figure, ratios
-    from benchmarks.routing.simulated import CASES, PEERS
+    from benchmarks.routing.simulated import BOUND, CASES, PEERS
 
     targets = {"zipf": (0.9, 0.8), "pressure": (0.7, 0.6)}  # p50 and p99
     found = []
@@ -117,6 +117,9 @@ def _simulated_figures(measured: dict[str, list[float]]) -> list[Figure]:
                         "lower",
                     )
                 )
+            bound = measured.get(f"{BOUND}_{case}_ttft_{quantile}_ms", [])
+            theirs = measured.get(f"affinity_{case}_ttft_{quantile}_ms", [])
+            found.append(figure(f"simulated_bound_{quantile}_vs_affinity_{case}", ratios(bound, theirs), None, "lower"))
     return found
 
 

@@ -94,7 +94,15 @@ class KVAware:
         return order
 
 
+def least_work(view: View, config: RoutingConfig, rng: Random) -> list[str]:
+    """Rank by the blocks that wait to be computed, then by requests."""
+    names = rng.sample(view.replicas, len(view.replicas))
+    return sorted(names, key=lambda name: (view.prefill.get(name, 0), view.load.get(name, 0)))
+
+
 PEERS: dict[str, Callable[[], Policy]] = {"affinity": PrefixAffinity, "kv_aware": KVAware}
+BOUND = "bound"
+"""What no rule is likely to beat: prompts find on every replica what they would in one cache of all the memory."""
 
 
 def race(repeats: int, seed: int, quick: bool, results: Results, say: Callable[[str], None]) -> None:
@@ -104,6 +112,9 @@ def race(repeats: int, seed: int, quick: bool, results: Results, say: Callable[[
             shape = replace(traffic, rate=rate, sessions=20 if quick else 300)
             records, turns = sessions(shape, seed + repeat)
             ideal, _ = _outcome(records, turns, "prefix_cost", AT_ONCE, replicas=1)
+            _, ttft = _outcome(what_is_left(records, turns), turns, BOUND, STEP)
+            for quantile in (50, 99):
+                results.add(f"{BOUND}_{case}_ttft_p{quantile}_ms", float(np.percentile(ttft, quantile)) * 1e3)
             for rule in ("prefix_cost", *PEERS):
                 rate_found, ttft = _outcome(records, turns, rule, STEP)
                 results.add(f"{rule}_{case}_hit_rate_of_ideal", rate_found / ideal)
@@ -134,6 +145,17 @@ def sessions(traffic: Traffic, seed: int) -> Sessions:
             records.append(RequestRecord(name, begins, "", "", "chat", "full", BLOCK, len(said), output, hashes))
             said += itertools.islice(words, output)
     return records, turns
+
+
+def what_is_left(records: Sequence[RequestRecord], turns: dict[int, FollowUp]) -> list[RequestRecord]:
+    """Return requests of the tokens that these compute where all memory is one cache; none shares a prefix."""
+    jobs = run(records, settings(1), Variant(), AT_ONCE, turns=turns).jobs
+    left = []
+    for record, job in zip(records, jobs, strict=True):
+        tokens = record.input_tokens - job.reused
+        names = (f"{record.id} {at}".encode().ljust(32) for at in range(tokens // BLOCK))
+        left.append(replace(record, input_tokens=tokens, hashes=tuple(names)))
+    return left
 
 
 def settings(replicas: int) -> Config:
@@ -172,6 +194,8 @@ def _ruled_by(rule: str) -> Iterator[None]:
     policies = dict(routing.POLICIES)
     if rule in PEERS:
         routing.POLICIES["prefix_cost"] = PEERS[rule]()
+    elif rule == BOUND:
+        routing.POLICIES["prefix_cost"] = least_work
     try:
         yield
     finally:

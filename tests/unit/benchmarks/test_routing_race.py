@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks import routing_race
@@ -106,6 +108,19 @@ def test_the_kv_aware_rule_goes_by_blocks_to_compute_and_distinct_blocks_in_use(
     assert best(other, warm={"b": (1, 1, 1)}, load={"b": 1}) == "b"  # whose blocks the one in flight has as well
     assert best(keys, warm={"b": (19, 19, 19)}, load={"b": 2}) != "b"  # and here none
     assert best(keys, warm={"b": (19, 19, 19)}) == "b"  # they have ended
+
+
+def test_the_bound_computes_what_one_cache_of_all_the_memory_lacks_and_nothing_twice():
+    shape = replace(simulated.CASES["pressure"][0], rate=9.0, sessions=20)
+    records, turns = simulated.sessions(shape, 1)
+    left = simulated.what_is_left(records, turns)
+    rate, _ = simulated._outcome(records, turns, "prefix_cost", simulated.AT_ONCE, replicas=1)
+    asked = sum(record.input_tokens for record in records)
+    assert sum(record.input_tokens for record in left) == pytest.approx((1 - rate) * asked)
+    reused, ttft = simulated._outcome(left, turns, simulated.BOUND, simulated.STEP)
+    assert reused == 0
+    for rule in ("prefix_cost", *PEERS):
+        assert np.mean(ttft) <= np.mean(simulated._outcome(records, turns, rule, simulated.STEP)[1])
 
 
 @pytest.mark.parametrize("peer", PEERS)

@@ -114,8 +114,8 @@ class LayeredForward:
     """Run the model with its layers compiled one by one, as `CompiledForward` does with all of it as one graph."""
 
     def __init__(self, model: LoadedModel) -> None:
-        """Prepare to compile the layers of the model."""
-        self.device, self._leaves_at_drawn = model.device, model.leaves_at_drawn
+        """Prepare to compile the layers of the model, which must be in a list (`leaves_at_drawn`)."""
+        self.device = model.device
         self._eager, self._layers = ModelRunner(model), Layers(_compiled)
         self._layers.add(model.module)
         self._relay = _LayerRelay(self._layers)
@@ -133,8 +133,6 @@ class LayeredForward:
         count = len(drawn.places)  # a graph for none or one would be another
         places = F.pad(drawn.places, (0, max(0, 2 - count)))
         with self._relay.to(drawn.state):
-            if not self._leaves_at_drawn:
-                return self._eager.logits(ids, positions, self._relay, places)[0, :count]
             state = _LayersDrawn(_DrawnRelay(self._relay, places), places, compiled_layers=self._layers)
             return self._eager.logits(ids, positions, state, 0)[0, :count]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ LAYER_NUMBER = "layer_idx"
 
 @dataclass(slots=True)
 class Layers:
-    """Hold the compiled layers of one engine. `build` compiles: `compile` is told a function and returns another."""
+    """Hold the compiled layers of one engine; `compile` makes compiled functions of functions."""
 
     compile: Callable[[Any], Any]
     dynamic: bool = False  # whether sizes of what is compiled now are to hold for others, too
@@ -38,18 +39,15 @@ class Layers:
             if asking.is_own:  # a function that only this layer has
                 self._by_layer[id(layer)] = self.compile(asking.whole)
                 continue
-            compiled = alike.setdefault(kind, self.compile(type(layer).forward))
-            self._by_layer[id(layer)] = _bound(compiled, layer)
+            if kind not in alike:
+                alike[kind] = self.compile(type(layer).forward)
+            self._by_layer[id(layer)] = partial(alike[kind], layer)
 
     def run(self, layer: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Compute a layer by what is compiled of it."""
         if self.dynamic:
             _mark(given[0], [*given, *options.values()])
         return self._by_layer[id(layer)](*given, **options)
-
-
-def _bound(function: Callable[..., Any], layer: Any) -> Callable[..., Any]:
-    return lambda *given, **options: function(layer, *given, **options)
 
 
 def _mark(hidden: Tensor, values: list[Any]) -> None:
