@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from warmkv.policies import budgets
 from warmkv.policies.compression.prefill_state import PrefillState
@@ -11,6 +13,16 @@ from warmkv.policies.slot_sizes import KVShape, packed_limit
 from warmkv.replicas.slots.layout import alike
 from warmkv.replicas.slots.piece import Piece
 from warmkv.replicas.slots.slot import Slot
+
+FILLED_AT_ONCE = 1 << 26
+"""Bytes of keys that are packed at a time, and as many of values: packing takes a few times as much beside them."""
+
+
+def kept_by_head(selections: Sequence[Selection]) -> list[list[int]]:
+    """Return how many tokens each layer's heads keep; the device is waited for once."""
+    counted = torch.stack([(selection.positions >= 0).sum(dim=1) for selection in selections])
+    counts: list[list[int]] = counted.tolist()
+    return counts
 
 
 def hand_over(
@@ -34,19 +46,32 @@ def hand_over(
                 protected=budgets.protected_entries(spec, limit),
                 reads=reads,
             )
-        for layer in piece.layers:
-            _fill(piece, layer, prompt, selections[layer], counts[layer])
+        for layers in _together(piece.layers, counts, prompt.keys[0, 0, 0].nbytes):
+            _fill(piece, layers, prompt, selections[layers.start : layers.stop], counts[layers.start])
 
 
-def _fill(piece: Piece, layer: int, prompt: PrefillState, selection: Selection, counts: Sequence[int]) -> None:
-    of = piece.heads
+def _together(layers: range, counts: Sequence[Sequence[int]], entry_bytes: int) -> Iterator[range]:
+    """Yield neighbouring layers that keep as many tokens and are filled at once: the launches are those of one."""
+    begin = layers.start
+    for layer in range(layers.start + 1, layers.stop + 1):
+        most = max(1, FILLED_AT_ONCE // max(1, entry_bytes * sum(counts[begin])))
+        if layer == layers.stop or counts[layer] != counts[begin] or layer - begin == most:
+            yield range(begin, layer)
+            begin = layer
+
+
+def _fill(
+    piece: Piece, layers: range, prompt: PrefillState, selections: Sequence[Selection], counts: Sequence[int]
+) -> None:
+    """Fill rows of layers that all keep `counts` tokens by KV head."""
+    of, these = piece.heads, slice(layers.start, layers.stop)
     for run in alike(piece.at, of, counts):
         heads = slice(of[run.start], of[run.start] + run.stop - run.start)
         kept = counts[heads.start]
-        positions = selection.positions[heads, :kept]
-        keys, values = prompt.keys[layer, heads], prompt.values[layer, heads]
+        positions = torch.stack([each.positions[heads, :kept] for each in selections])
+        keys, values = prompt.keys[these, heads], prompt.values[these, heads]
         if kept < prompt.tokens:
-            index = positions[..., None].expand(-1, -1, keys.shape[-1])
-            keys, values = keys.gather(1, index), values.gather(1, index)
-        scores = None if selection.attention is None else selection.attention[heads, :kept]
-        piece.fill(layer, run, keys, values, positions, scores)
+            index = positions[..., None].expand(-1, -1, -1, keys.shape[-1])
+            keys, values = keys.gather(2, index), values.gather(2, index)
+        received = [each.attention[heads, :kept] for each in selections if each.attention is not None]
+        piece.fill(layers, run, keys, values, positions, torch.stack(received) if received else None)

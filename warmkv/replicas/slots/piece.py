@@ -44,14 +44,18 @@ class Piece:
             own[:, index] = tensor[:, source].to(self._device)
         self.state.take([self.rows[i] for i in mine], state, which)
 
-    def fill(self, layer: int, mine: slice, keys: Tensor, values: Tensor, ages: Tensor, scores: Tensor | None) -> None:
-        """Hand over what started rows [n], all alike and neighbours, keep of a prompt: k and v [n, kept, head_dim].
+    def fill(
+        self, layers: range, mine: slice, keys: Tensor, values: Tensor, ages: Tensor, scores: Tensor | None
+    ) -> None:
+        """Hand over what started rows [n], all alike and neighbours, keep of a prompt in some layers.
 
-        `mine` are counted in the piece; ages and scores [n, kept] are positions in the prompt and what was received.
+        k and v [layers, n, kept, head_dim]; `mine` are counted in the piece; ages and scores [layers, n, kept] are
+        positions in the prompt and what was received.
         """
-        packed = int(self.state.packed[self.rows[mine.start]]) if self.kind.grouped else keys.shape[1]
+        packed = int(self.state.packed[self.rows[mine.start]]) if self.kind.grouped else keys.shape[2]
         at = slice(self.at[mine.start], self.at[mine.stop - 1] + 1)
-        self.memory.fill(layer - self.layers[0], at, packed, keys, values, ages, scores)
+        first = self.layers[0]
+        self.memory.fill(slice(layers.start - first, layers.stop - first), at, packed, keys, values, ages, scores)
 
     @torch.inference_mode()
     def rebase(self, angles: Tensor) -> None:

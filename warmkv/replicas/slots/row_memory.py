@@ -86,13 +86,14 @@ class RowMemory:
                 tensor[at, rows] = before
 
     def fill(
-        self, at: int, rows: slice, packed: int, keys: Tensor, values: Tensor, ages: Tensor, scores: Tensor | None
+        self, at: slice, rows: slice, packed: int, keys: Tensor, values: Tensor, ages: Tensor, scores: Tensor | None
     ) -> None:
-        """Fill rows [n] of a layer, all alike: keys and values [n, kept, head_dim], of which `packed` behind the front.
+        """Fill rows [n] of some layers, all alike: keys and values [layers, n, kept, head_dim].
 
-        ages and scores [n, kept] are positions in the prompt and the attention received.
+        Of these `packed` behind the front are packed. ages and scores [layers, n, kept] are positions in the prompt and
+        the attention received.
         """
-        kind, storage, kept = self.kind, STORAGES[self.kind.storage], keys.shape[1]
+        kind, storage, kept = self.kind, STORAGES[self.kind.storage], keys.shape[2]
         front = min(kept, kind.front)
         body, tail = slice(front, front + packed), slice(kind.front, kind.front + kept - front - packed)
         for parts, uncompressed, given, encode in (
@@ -100,28 +101,28 @@ class RowMemory:
             (self.values, self.uncompressed_values, values, storage.encode_values),
         ):
             if packed:
-                for part, fresh in zip(parts, encode(given[:, body]), strict=True):
-                    part[at, rows, : fresh.shape[1]] = fresh
-            uncompressed[at, rows, :front] = given[:, :front]
-            uncompressed[at, rows, tail] = given[:, front + packed :]
+                for part, fresh in zip(parts, encode(given[:, :, body].flatten(0, 1)), strict=True):
+                    part[at, rows, : fresh.shape[1]] = fresh.view(*given.shape[:2], *fresh.shape[1:])
+            uncompressed[at, rows, :front] = given[:, :, :front]
+            uncompressed[at, rows, tail] = given[:, :, front + packed :]
             uncompressed[at, rows, tail.stop :] = 0  # an idle row takes whatever a step writes
         if self.sink_keys.shape[2]:
-            self.sink_keys[at, rows, : min(kind.sinks, kept)] = keys[:, : kind.sinks]
+            self.sink_keys[at, rows, : min(kind.sinks, kept)] = keys[:, :, : kind.sinks]
         about = [(self.ages, ages)] if kind.aged else []
         if kind.decode == "argmin":
             assert scores is not None
             about.append((self.scores, scores))
         for mine, given in about:
-            mine[at, rows, kind.packed : kind.packed + front] = given[:, :front].to(mine.dtype)
-            mine[at, rows, :packed] = given[:, body].to(mine.dtype)
+            mine[at, rows, kind.packed : kind.packed + front] = given[:, :, :front].to(mine.dtype)
+            mine[at, rows, :packed] = given[:, :, body].to(mine.dtype)
             behind = slice(kind.packed + tail.start, kind.packed + tail.stop)
-            mine[at, rows, behind] = given[:, front + packed :].to(mine.dtype)
+            mine[at, rows, behind] = given[:, :, front + packed :].to(mine.dtype)
         if kind.page:
             pages = -(-kept // kind.page)
             for bounds, beyond in ((self.lowest, float("inf")), (self.highest, float("-inf"))):
                 whole = F.pad(keys, (0, 0, 0, pages * kind.page - kept), value=beyond)
-                whole = whole.view(len(whole), pages, kind.page, -1)
-                bounds[at, rows, :pages] = whole.amin(dim=2) if beyond > 0 else whole.amax(dim=2)
+                whole = whole.view(*whole.shape[:2], pages, kind.page, -1)
+                bounds[at, rows, :pages] = whole.amin(dim=3) if beyond > 0 else whole.amax(dim=3)
 
     def rebase(self, rows: Tensor, angles: Tensor) -> None:
         """Rotate the keys of rows back by `angles` [head_dim / 2]; sinks that are rotated on stay as they were cached.

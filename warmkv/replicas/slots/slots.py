@@ -20,7 +20,7 @@ from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes, slot_bytes
 from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.apart import ApartSlab
-from warmkv.replicas.slots.hand_over import hand_over
+from warmkv.replicas.slots.hand_over import hand_over, kept_by_head
 from warmkv.replicas.slots.layout import Row, Wanted, wanted_rows
 from warmkv.replicas.slots.paged import PagedSlab, SwappedPages, can_page, page_of
 from warmkv.replicas.slots.row_tables import RowTables
@@ -302,7 +302,7 @@ class SlotPool:
         if slot.paged:
             self._fill_pages(slot, prompt, selections, stored)
             return
-        counts = [(selection.positions >= 0).sum(dim=1).tolist() for selection in selections]
+        counts = kept_by_head(selections)
         if slot.reserved:
             asked = [[self._row(slot.slot_request, layer, n) for n in heads] for layer, heads in enumerate(counts)]
             self._claim_set_aside(slot, wanted_rows(asked))
