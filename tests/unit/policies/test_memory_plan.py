@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
+from warmkv.config.engine import GPU_STEP_TOKENS
 from warmkv.policies.memory_plan import (
     CUDA_CONTEXT_BYTES,
     MOST_RECORDED,
@@ -138,7 +139,7 @@ def test_a_host_tier_takes_the_memory_of_a_cpu_but_not_of_a_gpu():
 
 def test_a_kernel_that_holds_all_logits_leaves_less_for_slots():
     estimated = planned(gpu(80 * GB))
-    measured = planned(gpu(80 * GB), attention_token_bytes=5 * attention_bytes(LLAMA_8B, 768))
+    measured = planned(gpu(80 * GB), attention_token_bytes=5 * attention_bytes(LLAMA_8B, GPU_STEP_TOKENS))
     assert measured.kv.bytes < estimated.kv.bytes
     assert "measured" in next(line.source for line in measured.lines if line.name == "attention")
     assert 0 <= measured.left < 100
@@ -147,7 +148,7 @@ def test_a_kernel_that_holds_all_logits_leaves_less_for_slots():
 def test_the_longest_prompt_that_slots_admit_has_memory_for_its_attention():
     found = planned(gpu(24 * GB))
     assert found.prompt_tokens == found.kv.bytes // LLAMA_8B.shape.token_bytes < 131_072
-    assert bytes_of(found)["attention"] >= found.prompt_tokens * attention_bytes(LLAMA_8B, 768)
+    assert bytes_of(found)["attention"] >= found.prompt_tokens * attention_bytes(LLAMA_8B, GPU_STEP_TOKENS)
 
 
 sizes = st.builds(
@@ -190,4 +191,4 @@ def test_the_lines_add_up_and_auto_never_exceeds_what_is_given(kind, total, shar
     if kind is gpu:
         assert (found.left >= 0) == (found.needed <= found.most)
     if kv == "auto" and kind is gpu and found.left < 0:  # nothing is left over: slots have the least there can be
-        assert found.kv.bytes == 3 * min(context, 768) * model.shape.token_bytes
+        assert found.kv.bytes == 3 * min(context, GPU_STEP_TOKENS) * model.shape.token_bytes
