@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from warmkv.policies.compression.selection import Selection
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import METHODS, STORAGES, PolicySpec
-from warmkv.replicas.slots import kernels
+from warmkv.replicas.slots import hand_over, kernels
 from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.slot import SlotRequest
 from warmkv.replicas.slots.slots import SlotPool
@@ -205,3 +206,27 @@ def test_groups_are_packed_in_all_layers_at_once(calls, policy):
         assert sum(count > 1 for count in ahead) in (2, 3)  # of 70 steps, each 32 entries are a group
         packing.append(max(ahead))
     assert packing[0] == packing[1]
+
+
+@pytest.mark.parametrize("policy", ["snapkv@200+kivi4", "h2o@70", "window@70+fp8"])
+def test_a_hand_off_fills_layers_that_keep_as_much_by_the_launches_of_one(calls, policy, monkeypatch):
+    """But for what is stacked of their selections, one tensor of each."""
+
+    def launched(layers: int, at_once: int = 1 << 26) -> int:
+        monkeypatch.setattr(hand_over, "FILLED_AT_ONCE", at_once)
+        shape = replace(SHAPE, layers=layers)
+        spec = budgets.in_force(PolicySpec.model_validate(policy), 300, 8)
+        pool = SlotPool(shape, torch.float32, torch.device("cpu"))
+        slot = pool.claim(SlotRequest(spec, 300, 8), 1 << 40)
+        assert slot is not None
+        keys = torch.zeros(layers, SHAPE.kv_heads, 300, SHAPE.head_dim)
+        kept = budgets.kept_tokens(spec, 300)
+        chosen = Selection(torch.arange(kept).repeat(SHAPE.kv_heads, 1), torch.zeros(SHAPE.kv_heads, kept))
+        before = calls.launched.total()
+        with calls:
+            pool.fill(slot, PrefillState(keys, keys, q_heads=SHAPE.q_heads), [chosen] * layers)
+        return calls.launched.total() - before
+
+    counting = 2  # which entries of a layer's selection are none, and their sum
+    assert launched(12) == launched(3) + 9 * counting
+    assert launched(12, at_once=1) > launched(12) + 11 * 6
