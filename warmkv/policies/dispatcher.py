@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from warmkv.config import RoutingConfig
 from warmkv.policies.breaker import Breaker, Outcome
@@ -20,15 +20,15 @@ from warmkv.prefixes.index import MEND_EVERY, PUBLISH_SECONDS, Depths, PrefixInd
 HALF_LIFE = 100
 """Decisions after which an earlier one counts half as much in what replicas were given lately."""
 
-BUSY_DECISIONS = 32
+BUSY_DECISIONS: Final = 32
 """Decisions over which the share of replicas with a prompt to compute is averaged, exponentially weighted."""
 
 KEPT_SECONDS = 4 * PUBLISH_SECONDS
 """How long a router counts on what it had computed before its index must tell of it: a replica reports, and a router
 asks, every PUBLISH_SECONDS at most."""
 
-_GROWTH = 2 ** (1 / HALF_LIFE)
-_LARGE = 1e9
+_GROWTH: Final = 2 ** (1 / HALF_LIFE)
+_LARGE: Final = 1e9
 
 
 class InFlightRequests:
@@ -177,7 +177,7 @@ class Dispatcher:
         hashes: Sequence[Any],
         replicas: Sequence[str],
         *,
-        warm: Mapping[str, Depths] | None = None,
+        warm: dict[str, Depths] | None = None,
         wanted: str | None = None,
         queues: Mapping[str, int] | None = None,
         avoid: Collection[str] = (),
@@ -213,22 +213,24 @@ class Dispatcher:
         if warm is None:
             warm = self.index.longest_match(hashes)
         fetch = plan(replicas, warm, load, config) if moves else None
-        most = max([depths[2] for depths in warm.values()], default=0)
+        most = 0
+        for depths in warm.values():
+            most = max(most, depths[2])
         in_flight_prefixes = self.in_flight.in_flight_prefixes.depths(hashes, most)
-        held = (
-            {**warm, **{name: (depth, depth, depth) for name, depth in in_flight_prefixes.items()}}
-            if in_flight_prefixes
-            else warm
-        )
+        held = warm
+        if in_flight_prefixes:
+            held = {**warm, **{name: (depth, depth, depth) for name, depth in in_flight_prefixes.items()}}
         ahead, given = self.in_flight.prefill, self.recent.amounts
         self._busy += (min(1.0, len(ahead) / len(replicas)) - self._busy) / BUSY_DECISIONS
         idle = 1 - self._busy
         view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given, idle, session)
         order = rank(view, config, self._random)
         self._turn += 1
-        asked = wanted is not None and wanted in order and config.allow_request_replica
-        if asked:
-            order.sort(key=lambda name: name != wanted)
+        asked = False
+        if wanted is not None and wanted in order and config.allow_request_replica:
+            asked = True
+            order.remove(wanted)
+            order.insert(0, wanted)
         best = order[0]
         matched = warm[best][-1] if best in warm else 0
         known = in_flight_prefixes.get(best, matched)

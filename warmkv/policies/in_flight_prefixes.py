@@ -66,15 +66,22 @@ class InFlightPrefixes:
         if not self._requests:
             return found
         for at in reversed(_places(known, len(hashes))):
-            for request in islice(reversed(self._requests.get(hashes[at - 1], ())), MOST):
+            requests = self._requests.get(hashes[at - 1])
+            if requests is None:
+                continue
+            for request in islice(reversed(requests), MOST):
                 replica, chain, _, leaves = self._chains[request]
-                alike = range(at, min(leaves, len(hashes)))  # the chain is prefix-closed: one block tells of all before
-                depth = at + bisect_left(alike, True, key=lambda block: chain[block] != hashes[block])
+                depth = _alike(chain, hashes, at, min(leaves, len(hashes)))
                 if depth > found.get(replica, known):
                     found[replica] = depth
             if found:
                 break
         return found
+
+
+def _alike(chain: Sequence[Hashable], hashes: Sequence[Hashable], least: int, most: int) -> int:
+    """Return how many blocks of two chains are the same, from `least` to `most`: one block tells of all before it."""
+    return least + bisect_left(range(least, most), True, key=lambda block: chain[block] != hashes[block])
 
 
 def _places(known: int, blocks: int) -> tuple[int, ...]:

@@ -6,16 +6,15 @@ A policy is a function from what is known (`View`) to an order of the replicas, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 from warmkv.config import RoutingConfig
 from warmkv.policies.transfer import TRANSFER_BLOCK, TRANSFER_START, Fetch, worth_fetching
 from warmkv.prefixes.index import Depths
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NOTHING: Final[dict[str, Any]] = {}  # never changed
 BEHIND = 1e9  # blocks: more than anything else costs
 PREFILL_WEIGHT = 0.5  # blocks that each counts as which is still to compute for a request in flight
 QUEUE_WEIGHT = 8.0  # blocks that a request which waits for a decode slot counts as, beside its load
@@ -27,20 +26,38 @@ SESSION_BLOCKS = 4  # first blocks of a prompt that name its session, unless the
 SESSION_CREDIT = 1.0  # blocks that the replica of a request's named session counts as warm: where all else is equal
 
 
-class View(NamedTuple):
-    """What a decision is made from. An absent replica holds nothing and has nothing to do."""
+class View:
+    """What a decision is made from. An absent replica holds nothing and has nothing to do.
 
-    replicas: Sequence[str]
-    hashes: Sequence[Any]  # of the prompt's full blocks
-    warm: Mapping[str, Depths]  # leading blocks that a replica holds, by tier, or is about to hold (`InFlightPrefixes`)
-    load: Mapping[str, int]  # requests in flight, from their booking to the end of their stream
-    slots: int  # sequences that a replica decodes together; what is in flight beyond them waits
-    turn: int  # decisions made before this one
-    fetch: Fetch | None = None  # what others may get from the replica that holds most (`transfer.plan`)
-    prefill: Mapping[str, int] = NOTHING  # blocks to compute for the requests in flight that have no token yet
-    recent: Mapping[str, float] = NOTHING  # work that each was given lately, in any unit
-    idle_share: float = 1.0  # share of the replicas that have no prompt to compute, on average
-    session: bytes = b""  # that the request names; empty for none
+    Plain dictionaries, which compiled code looks into without a call, in a class that it makes without one. A policy
+    changes none of it.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[str],
+        hashes: Sequence[Any],
+        warm: dict[str, Depths],
+        load: dict[str, int],
+        slots: int,
+        turn: int,
+        fetch: Fetch | None = None,
+        prefill: dict[str, int] = NOTHING,
+        recent: dict[str, float] = NOTHING,
+        idle_share: float = 1.0,
+        session: bytes = b"",
+    ) -> None:
+        self.replicas = replicas
+        self.hashes = hashes  # of the prompt's full blocks
+        self.warm = warm  # leading blocks that a replica holds, by tier, or is about to hold (`InFlightPrefixes`)
+        self.load = load  # requests in flight, from their booking to the end of their stream
+        self.slots = slots  # sequences that a replica decodes together; what is in flight beyond them waits
+        self.turn = turn  # decisions made before this one
+        self.fetch = fetch  # what others may get from the replica that holds most (`transfer.plan`)
+        self.prefill = prefill  # blocks to compute for the requests in flight that have no token yet
+        self.recent = recent  # work that each was given lately, in any unit
+        self.idle_share = idle_share  # share of the replicas that have no prompt to compute, on average
+        self.session = session  # that the request names; empty for none
 
 
 def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
@@ -71,7 +88,8 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
     What each was given lately keeps new prompts, and with them their sessions, away from a replica with a hot prefix
     that happens to be idle.
     """
-    replicas, _, warm, load, slots, _, fetch, prefill, recent, idle, session = view
+    replicas, warm, load, prefill, recent = view.replicas, view.warm, view.load, view.prefill, view.recent
+    fetch, slots, idle, session = view.fetch, view.slots, view.idle_share, view.session
     load_weight, prefill_weight = config.load_weight * idle, PREFILL_WEIGHT * idle
     share = RECENT_WEIGHT / (sum(recent.values()) or 1.0)
     # Fetching takes `gain - each * held` off the cost of who holds at most `poor` blocks of what another one does.
@@ -81,27 +99,32 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
         each = 1 - TRANSFER_BLOCK * waits
         poor = fetch.blocks - worth_fetching()
         gain = each * fetch.blocks - TRANSFER_START * waits
-    in_flight, ahead, given, held_by = load.get, prefill.get, recent.get, warm.get
-    costs: dict[str, float] = {}
+    costs: list[float] = []  # of the replicas, in their order
+    most, least = 0, load.get(replicas[0], 0) if replicas else 0
     for replica in replicas:
-        cost = load_weight * in_flight(replica, 0) + prefill_weight * ahead(replica, 0) + share * given(replica, 0.0)
-        if (depths := held_by(replica)) is None:
+        busy = load.get(replica, 0)
+        if busy > most:
+            most = busy
+        elif busy < least:
+            least = busy
+        cost = load_weight * busy + prefill_weight * prefill.get(replica, 0) + share * recent.get(replica, 0.0)
+        depths = warm.get(replica)
+        if depths is None:
             cost -= gain
         else:
             device, _, held = depths
             cost -= device if device == held else blocks_saved(depths)
             if held <= poor:
                 cost -= gain - each * held
-        costs[replica] = cost
+        costs.append(cost)
     if session and replicas:
-        costs[_by_session(replicas, session)[0]] -= SESSION_CREDIT
-    loads = [in_flight(replica, 0) for replica in replicas]
-    most, least = max(loads, default=0), min(loads, default=0)
+        costs[replicas.index(_by_session(replicas, session)[0])] -= SESSION_CREDIT
     if idle * (most - least) >= config.overload or most > slots:
-        for replica, busy in zip(replicas, loads, strict=True):
+        for at, replica in enumerate(replicas):
+            busy = load.get(replica, 0)
             overloaded = idle * (busy - least) >= config.overload
-            costs[replica] += idle * QUEUE_WEIGHT * max(0, busy - slots) + BEHIND * overloaded
-    return sorted(replicas, key=costs.__getitem__)
+            costs[at] += idle * QUEUE_WEIGHT * max(0, busy - slots) + BEHIND * overloaded
+    return [replicas[at] for at in sorted(range(len(costs)), key=costs.__getitem__)]
 
 
 def _least_loaded(view: View, config: RoutingConfig, random: Random) -> list[str]:

@@ -41,14 +41,13 @@ class Fetch(NamedTuple):
     always: bool = False  # fetch also where computing is expected to be faster
 
 
-def plan(
-    replicas: Sequence[str], warm: Mapping[str, Depths], load: Mapping[str, int], config: RoutingConfig
-) -> Fetch | None:
+def plan(replicas: Sequence[str], warm: dict[str, Depths], load: dict[str, int], config: RoutingConfig) -> Fetch | None:
     """Choose the replica to fetch from: the one that holds most in memory, among equals the least loaded.
 
     It holds for every other replica, since Serve may take another than the best. None if no replica would gain.
     """
-    if not config.transfer or not warm:
+    transfer = config.transfer
+    if not transfer or not warm:
         return None
     donor, blocks, least = "", 0, 0
     for name in replicas:
@@ -58,7 +57,7 @@ def plan(
         held = depths[1]
         if held > blocks or (held == blocks and load.get(name, 0) < least):
             donor, blocks, least = name, held, load.get(name, 0)
-    return Fetch(donor, blocks, config.transfer == "always") if blocks and blocks >= worth_fetching() else None
+    return Fetch(donor, blocks, transfer == "always") if blocks and blocks >= worth_fetching() else None
 
 
 def worth_fetching() -> float:

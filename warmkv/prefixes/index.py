@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -142,7 +143,7 @@ class PrefixIndex:
         """Return leading blocks of `hashes` that each replica holds; replicas that hold none are left out."""
         found: dict[str, Depths] = {}
         for bits, low in self._table.leading(hashes):
-            alike = (low, low, low)
+            alike: Any = (low, low, low)  # for compiled code to make the tuple once
             for replica, planes in self._holders.get(bits) or self._decode(bits):
                 if planes == FIELD:
                     found[replica] = alike

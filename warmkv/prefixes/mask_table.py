@@ -9,24 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from struct import Struct
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from mypy_extensions import i64  # a machine integer where this is compiled; else annotations are not evaluated
+
 KEY_BYTES = 8
-WIDTH = 3  # bits of a column
-FIELD = (1 << WIDTH) - 1
-COLUMNS = 21  # of a word; its highest bit is left over
+WIDTH: Final = 3  # bits of a column
+FIELD: Final = (1 << WIDTH) - 1
+COLUMNS: Final = 21  # of a word; its highest bit is left over
 
 _TAKEN = 1 << 63  # in the first word of a row that has a key, held or not
-_HELD = _TAKEN - 1
+_HELD: Final = (1 << 63) - 1
 _SMALLEST = 1 << 10  # rows
 _FULL = 0.6  # share of the rows that are taken, from which on the table is rebuilt
 _ROOM = 0.5  # that are taken after that, at most
 _FEW = 32  # keys that are handled one by one
+_FORKS: Final = 1 << 10  # first keys of which it is remembered where sequences part
 _PIECE = 1 << 16  # keys that are handled at once: bounds what the work takes besides
 _TAKEN_WORD = np.uint64(_TAKEN)
-_number = Struct("<Q").unpack_from
+_number = Struct("<q").unpack_from  # signed, as `i64` is
 
 Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
@@ -60,6 +65,7 @@ class MaskTable:
 
     def __init__(self) -> None:
         self._words = 1
+        self._forks: dict[bytes, int] = {}  # by first key, how many leading keys most replicas had: a guess
         self._allocate(_SMALLEST)
 
     def _allocate(self, rows: int) -> None:
@@ -67,6 +73,7 @@ class MaskTable:
         self._stride, self._rows = 1 + self._words, rows
         self._cells: Words = np.zeros(rows * self._stride, np.uint64)
         self._view: memoryview[int] = self._cells.data  # its items are read and written as Python's integers
+        self._signed_view = cast("memoryview[i64]", self._cells.view(np.int64).data)
         self._shift = 64 - (rows.bit_length() - 1)
         self._top = np.uint64(self._shift)
         self._taken = self._held = 0
@@ -82,31 +89,40 @@ class MaskTable:
 
     def get(self, key: bytes) -> int:
         """Return the mask of a key, three bits a column; 0 if it is not held. The key may be longer than 8 bytes."""
-        (number,) = _number(key)
-        at = self._probe(number, (number >> self._shift) * self._stride)
-        return self._wide(at) if self._words > 1 else self._view[at + 1] & _HELD
+        view = self._signed_view
+        stride: i64 = self._stride
+        number: i64 = _number(key)[0]
+        at: i64 = (number >> self._shift & self._rows - 1) * stride
+        word: i64 = view[at + 1]
+        while word and view[at] != number:  # `_probe`, in machine integers
+            at += stride
+            if at == len(view):
+                at = 0
+            word = view[at + 1]
+        return self._wide(at) if self._words > 1 else word & _HELD
 
     def leading(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
         """Return bits with how many leading keys have them, of those that the first key has.
 
         Bits are bisected together, and apart only where they differ: about log2(n) look-ups for each depth that occurs.
-        A key that has a bit is taken to say that those before it have it as well.
+        Sequences that begin alike often part at the same key, so where the last one did is looked at first. A key that
+        has a bit is taken to say that those before it have it as well.
         """
-        view, stride, top, wide = self._view, self._stride, self._shift, self._words > 1
-        end, found = len(view), []
         first = self.get(keys[0]) if keys else 0
-        parts = [(first, 1, len(keys))] if first else []
+        if not first:
+            return []
+        fork = self._forks.get(keys[0], 0)
+        found, parts = [], [(first, 1, len(keys))]
         while parts:
             bits, low, high = parts.pop()  # at least the first `low` keys, at most `high` have each of these bits
             while low < high:
-                middle = (low + high) >> 1
-                (number,) = _number(keys[middle])  # `get`, without calls
-                at = (number >> top) * stride
-                while view[at] != number and view[at + 1]:
-                    at += stride
-                    if at == end:
-                        at = 0
-                deeper = (self._wide(at) if wide else view[at + 1]) & bits
+                if low <= fork < high:
+                    middle = fork
+                elif low < fork == high:
+                    middle = fork - 1
+                else:
+                    middle = (low + high) >> 1
+                deeper = self.get(keys[middle]) & bits
                 if deeper == bits:
                     low = middle + 1
                 elif not deeper:
@@ -115,6 +131,10 @@ class MaskTable:
                     parts.append((bits ^ deeper, low, middle))
                     bits, low = deeper, middle + 1
             found.append((bits, low))
+        if len(found) > 1 and low != fork:  # the last part is the least deep
+            if len(self._forks) >= _FORKS:
+                self._forks.clear()
+            self._forks[keys[0]] = low
         return found
 
     def _wide(self, at: int) -> int:

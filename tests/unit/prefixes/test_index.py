@@ -139,6 +139,19 @@ def test_many_replicas_hold_as_much_as_each_was_given(given_depths):
     assert index.longest_match(KEYS) == expected
 
 
+@pytest.mark.parametrize("length", [1, 2, 12, 13, 14, DEPTH])
+def test_where_replicas_parted_before_changes_no_match(length):
+    index = PrefixIndex()
+    index.add("a", pack(KEYS))
+    for held in (3, 13, 12, 14, 1, DEPTH, 2):
+        index.add("b", pack(KEYS[:held]))
+        expected = {name: (depth, depth, depth) for name, depth in (("a", length), ("b", min(held, length)))}
+        for asked in (KEYS, KEYS[:length]):  # where the replicas part of the first is remembered
+            matched = index.longest_match(asked)
+        assert matched == index.longest_match(KEYS[:length]) == expected
+        index.remove("b", pack(KEYS[:held]))
+
+
 def test_hashes_that_begin_alike_are_one_block():
     index = PrefixIndex()
     index.add("a", pack([b"12345678" + b"one"]))

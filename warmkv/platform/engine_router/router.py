@@ -7,7 +7,7 @@ answered are remembered; the least recently used leave first, as in vLLM, beyond
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ class EngineRouter:
         rest = [name for name in self._engines if name not in choice.order]  # that fail: tried when all others did
         return [*choice.order, *rest]
 
-    def _warm(self, prompt: Prompt) -> Mapping[str, Depths]:
+    def _warm(self, prompt: Prompt) -> dict[str, Depths]:
         known = dict(self._dispatcher.index.longest_match(prompt.tokens)) if prompt.tokens else {}
         for name, memory in self._engines.items():
             if prompt.tokens and name in self._whole:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from warmkv.prefixes.index import Depths
 
@@ -41,7 +41,7 @@ class LateIndex:
         self._order += 1
         heapq.heappush(self._reports, (last + self._delay, self._order, replica, held))
 
-    def warm(self, runs: Sequence[int], now: float) -> Mapping[str, Depths]:
+    def warm(self, runs: Sequence[int], now: float) -> dict[str, Depths]:
         """Return leading blocks of a prompt that each replica holds as known now; those that hold none are left out."""
         while self._reports and self._reports[0][0] <= now:
             _, _, replica, held = heapq.heappop(self._reports)

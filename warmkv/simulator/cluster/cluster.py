@@ -274,7 +274,7 @@ class Cluster:
                 return
         self._refuse(job)
 
-    def _warm(self, job: Job, now: float) -> Mapping[str, Depths]:
+    def _warm(self, job: Job, now: float) -> dict[str, Depths]:
         """Return leading blocks of a job's prompt that replicas of all groups hold."""
         return {name: depths for kind in self._kinds.values() for name, depths in kind.stores.warm(job, now).items()}
 

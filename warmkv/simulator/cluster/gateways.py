@@ -16,7 +16,7 @@ from warmkv.simulator.cluster.replica import Job
 
 TOLD_SECONDS = 10.0  # for which Ray Serve's routers believe what a replica told of its requests (2.60)
 
-Warm = Callable[[Job, float], Mapping[str, Depths]]
+Warm = Callable[[Job, float], dict[str, Depths]]
 
 
 class SimulatedGateway:

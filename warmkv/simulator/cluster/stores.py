@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -118,7 +118,7 @@ class Stores:
         cache.drop(now)
         del self._caches[name]
 
-    def warm(self, job: Job, now: float) -> Mapping[str, Depths]:
+    def warm(self, job: Job, now: float) -> dict[str, Depths]:
         """Return leading blocks of a job's prompt that each replica holds, as the routers know it."""
         if self._late is not None:
             return self._late.warm(job.blocks.runs, now)
