@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from tests.tokenizers import PurePython
 from tests.unit.replicas.constraints.conftest import EOS, TOKENIZER, ids
+from warmkv.models import tiny
 from warmkv.replicas.constraints import compiler as compiling
 from warmkv.replicas.constraints.compiler import Compiler, ConstraintError
-from warmkv.replicas.loading.load import TINY
 from warmkv.replicas.protocol import Constraint, ConstraintKind
 
 OBJECT = json.dumps(
@@ -103,7 +103,7 @@ def test_a_tokenizer_in_python_is_refused_by_name():
 
 def test_work_beyond_the_limits_is_refused_before_a_token_is_drawn():
     """Tokens of many characters reach far into a grammar: the first mask would be too much work."""
-    words = Compiler(SimpleNamespace(backend_tokenizer=Tokenizer.from_file(str(TINY / "tokenizer.json"))))
+    words = Compiler(SimpleNamespace(backend_tokenizer=Tokenizer.from_file(str(tiny.PATH / "tokenizer.json"))))
     variants = [
         {"type": "object", "properties": {f"p{i}": {"type": "integer"}, "q": {"const": i}}, "required": ["q"]}
         for i in range(400)

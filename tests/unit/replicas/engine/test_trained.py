@@ -12,10 +12,11 @@ from tests.unit.policies.compression.test_cpu_attention import has_kernels
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.reference import Reference
 from warmkv.config import ModelConfig
+from warmkv.models.tiny import PATH as TINY
 from warmkv.models.tiny import corpus
 from warmkv.policies.compression import cpu_attention
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.loading.load import TINY, LoadedModel, load_model
+from warmkv.replicas.loading.load import LoadedModel, load_model
 from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 

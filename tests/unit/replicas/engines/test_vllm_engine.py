@@ -15,6 +15,7 @@ import torch
 from tests.polling import PATIENCE
 from tests.unit.replicas.conftest import make_request
 from warmkv.config import EngineConfig, PrefixCacheConfig, parse
+from warmkv.models import tiny
 from warmkv.policies.keep_warm import KeptPrefix
 from warmkv.policies.memory_plan import ModelSizes
 from warmkv.policies.prefix_cache import Lifetimes
@@ -24,7 +25,6 @@ from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.engines.vllm_engine import VllmEngine
 from warmkv.replicas.engines.vllm_requests import sampling_fields, structured_fields
 from warmkv.replicas.engines.vllm_start import Model, Steps
-from warmkv.replicas.loading.load import TINY
 from warmkv.replicas.protocol import (
     Constraint,
     Failed,
@@ -289,7 +289,7 @@ def test_constraints_are_fields_of_vllm():
 def test_what_vllm_is_started_with_follows_from_the_settings_and_the_model():
     config = parse({"engine": {"kind": "vllm", "max_context": 512}})
     model = vllm_start.read_model(config)
-    assert (model.folder, model.dtype, model.max_context) == (TINY, torch.float32, 512)
+    assert (model.folder, model.dtype, model.max_context) == (tiny.PATH, torch.float32, 512)
     assert model.sizes.shape.token_bytes == 6 * 2 * 32 * 2 * 4
     with pytest.raises(ValueError, match="exceeds the model's"):
         vllm_start.read_model(parse({"engine": {"max_context": 1 << 20}}))

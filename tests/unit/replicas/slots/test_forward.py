@@ -35,7 +35,7 @@ def unpacked() -> LoadedModel:
         pytest.param(("aot_eager", CompiledForward), marks=pytest.mark.short, id="aot_eager"),
         pytest.param(("aot_eager", LayeredForward), marks=pytest.mark.short, id="aot_eager-layers"),
         pytest.param(("inductor", CompiledForward), marks=pytest.mark.soak, id="inductor"),
-        pytest.param(("inductor", LayeredForward), marks=pytest.mark.soak, id="inductor-layers"),
+        pytest.param(("inductor", LayeredForward), marks=pytest.mark.soak(least=1), id="inductor-layers"),
     ],
 )
 def compiled(request: pytest.FixtureRequest, unpacked: LoadedModel) -> Driver:
