@@ -15,7 +15,8 @@ import torch
 from benchmarks.engine.results import Results
 from benchmarks.engine.setting import Models, Setting, build, fitted
 from benchmarks.engine.synthetic import Contexts
-from benchmarks.engine.warm import Warm, engine
+from benchmarks.engine.warm import Warm
+from benchmarks.engine.warm import engine as started
 from warmkv.measuring.machine import identity
 from warmkv.replicas.engine.engine import Engine
 
@@ -33,7 +34,6 @@ class Arena:
         self._end = float("inf")
         self.save: Callable[[], None] = lambda: None  # what is known so far
         self._warm: dict[str, Warm] = {}
-        self._engine: Engine | None = None
 
     @cached_property
     def models(self) -> Models:
@@ -58,15 +58,14 @@ class Arena:
     def warm(self, policy: str, name: str) -> Warm:
         """Return warmkv under a policy, from the synthetic contexts on."""
         if name not in self._warm:
-            self._warm[name] = Warm(self.models, self.contexts, self.setting, policy, name, self.engine())
+            self._warm[name] = Warm(self.models, self.contexts, self.setting, policy, name, self.engine)
         return self._warm[name]
 
+    @cached_property
     def engine(self) -> Engine:
-        """Return the engine without a prefix cache, which races of steps share: it is made, and compiles, once."""
-        if self._engine is None:
-            self.say("starting the engine")
-            self._engine = engine(self.models, self.setting)
-        return self._engine
+        """Start the engine without a prefix cache, which races of steps share: it compiles once."""
+        self.say("starting the engine")
+        return started(self.models, self.setting)
 
     def say(self, what: str) -> None:
         print(f"[{time.perf_counter() - self._start:6.1f} s] {what}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The races `chunks` and `long`: a chunk of a prompt at the end of contexts of many lengths; whole long prompts.
+"""Race `chunks` and `long`: a chunk of a prompt at the end of contexts of many lengths; whole long prompts.
 
 Chunks are compared with the seconds in which the device would do their products as it does those of large matrices.
 """
@@ -17,27 +17,27 @@ from warmkv.replicas.engine.engine import Engine
 
 ENDS = (2_048, 8_192, 32_768, 131_072)
 """Tokens up to the end of a chunk, as far as the model goes."""
-PROMPTS, PROMPTED = (2_048, 8_192, 131_072), ("full", "h2o@1024")
+PROMPTS, POLICIES = (2_048, 8_192, 131_072), ("full", "h2o@1024")
 TIMED = 3
 SIDE = 8_192
 """Rows and columns of the matrices that tell how fast the device multiplies."""
 
 
 def race(arena: Arena) -> None:
-    """Seconds of chunks over those of their products."""
+    """Compare the seconds of chunks with those of their products."""
     results, models, most = arena.results, arena.models, _most(arena)
     rate = products_per_second(models.device, models.warm.dtype, SIDE if models.device.type == "cuda" else SIDE // 8)
     results.add("products_per_second", rate)
-    engine = arena.engine()
+    engine = arena.engine
     for end in (end for end in ENDS if end <= most):
         arena.say(f"chunks: up to {end:,}")
         arena.attempt(f"chunks: up to {end:,}", _chunk, arena, engine, end, rate)
 
 
 def long(arena: Arena) -> None:
-    """Seconds of whole prompts, computed in chunks with nothing beside them."""
+    """Time whole prompts, computed in chunks with nothing beside them."""
     for tokens in (tokens for tokens in PROMPTS if tokens <= _most(arena)):
-        for name in PROMPTED:
+        for name in POLICIES:
             arena.say(f"long: a prompt of {tokens:,} tokens under {name}")
             arena.attempt(
                 f"a prompt of {tokens:,} under {name}", _prompt, arena, PolicySpec.model_validate(name), tokens
@@ -89,7 +89,7 @@ def _chunk(arena: Arena, engine: Engine, end: int, rate: float) -> None:
 def _prompt(arena: Arena, spec: PolicySpec, tokens: int) -> None:
     warm = arena.models.warm
     ids = torch.randint(warm.vocabulary, (tokens,), generator=torch.Generator().manual_seed(tokens))
-    chunk = arena.engine().scheduler.step_tokens
+    chunk = arena.engine.scheduler.step_tokens
     compute_prompt(warm, ids[: 4 * chunk], spec, chunk=chunk)
     stopwatch = Stopwatch(warm.device)
     compute_prompt(warm, ids, spec, chunk=chunk)

@@ -1,4 +1,4 @@
-"""What a GPU did meanwhile, by torch's profiler: kernels, the seconds in which one ran, those of each."""
+"""Record what a GPU does, by torch's profiler: kernels, the seconds in which one runs, those of each."""
 
 from __future__ import annotations
 

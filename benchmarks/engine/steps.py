@@ -1,4 +1,4 @@
-"""The race `steps`: decode steps of one sequence and of batches, of equal and of mixed lengths, under many policies.
+"""Race `steps`: decode steps of one sequence and of batches, of equal and of mixed lengths, under many policies.
 
 Each is compared with the seconds in which its weights and resident keys and values could be copied. On a GPU it is
 also said how many kernels a step runs, for what share of it one runs, and how fast attention reads.
@@ -30,11 +30,11 @@ ATTENTION = ("attend_split", "combine")
 
 
 def race(arena: Arena) -> None:
-    """Seconds of steps over their bound."""
+    """Compare the seconds of steps with their bound."""
     setting, models = arena.setting, arena.models
     copied = copy_bandwidth(models.device, setting.copy_bytes)
     arena.results.add("steps_copy_bytes_per_second", copied)
-    engine = arena.engine()
+    engine = arena.engine
     batches = {"alone": [setting.context]}
     batches |= {f"equal_{batch}": [setting.context // EQUAL] * batch for batch in MANY}
     batches |= {f"mixed_{batch}": [setting.context // MIXED[at % len(MIXED)] for at in range(batch)] for batch in MANY}

@@ -67,7 +67,7 @@ def test_all_contestants_draw_the_same_tokens_from_the_same_contexts(arena: Aren
         Generate(models, contexts, new),
         GenerateStatic(models, contexts, new, compiled=False),
         *(ContinuousBatching(models, contexts, new, at_once) for at_once in (None, 1)),
-        Warm(models, contexts, arena.setting, "full", "full", arena.engine()),
+        Warm(models, contexts, arena.setting, "full", "full", arena.engine),
     ]
     drawn = [contestant.run(2, 5).tokens for contestant in contestants]
     assert all(tokens == drawn[0] for tokens in drawn)
@@ -77,7 +77,7 @@ def test_all_contestants_draw_the_same_tokens_from_the_same_contexts(arena: Aren
 def test_a_compressed_context_draws_other_tokens(arena: Arena) -> None:
     policies = ("full", f"snapkv@{arena.setting.budget}")
     full, kept = (
-        Warm(arena.models, arena.contexts, arena.setting, policy, policy, arena.engine()) for policy in policies
+        Warm(arena.models, arena.contexts, arena.setting, policy, policy, arena.engine) for policy in policies
     )
     assert full.run(2, 5).tokens != kept.run(2, 5).tokens
     assert 0 < kept.kv_bytes < full.kv_bytes

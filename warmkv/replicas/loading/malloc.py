@@ -1,4 +1,4 @@
-"""Allocators of memory, set for what a replica does: glibc's, and torch's on a GPU."""
+"""Set memory allocators for what a replica does: glibc's, and torch's on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer, and what is read of its configuration: neither needs torch."""
+"""Load a model's tokenizer and its maximum context, without torch."""
 
 from __future__ import annotations
 

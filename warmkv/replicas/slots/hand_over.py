@@ -14,7 +14,7 @@ from warmkv.replicas.slots.layout import alike
 from warmkv.replicas.slots.piece import Piece
 from warmkv.replicas.slots.slot import Slot
 
-FILLED_AT_ONCE = 1 << 26
+FILLED_AT_ONCE = 1 << 24
 """Bytes of keys that are packed at a time, and as many of values: packing takes a few times as much beside them."""
 
 
@@ -51,7 +51,7 @@ def hand_over(
 
 
 def _together(layers: range, counts: Sequence[Sequence[int]], entry_bytes: int) -> Iterator[range]:
-    """Yield neighbouring layers that keep as many tokens and are filled at once: the launches are those of one."""
+    """Yield neighbouring layers that keep as many tokens, to be filled by the launches of one."""
     begin = layers.start
     for layer in range(layers.start + 1, layers.stop + 1):
         most = max(1, FILLED_AT_ONCE // max(1, entry_bytes * sum(counts[begin])))

@@ -12,7 +12,7 @@ from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.families import VOCABULARY, tiny_model
 from warmkv.replicas.engine import engine
 from warmkv.replicas.engine.forward import CompiledForward, LayeredForward, compiled
-from warmkv.replicas.engine.forward.layers import likeness
+from warmkv.replicas.engine.forward.layers import fingerprint
 from warmkv.replicas.loading import supported
 from warmkv.replicas.loading.load import prepare
 
@@ -59,14 +59,14 @@ def test_layers_are_alike_but_for_their_numbers_and_weights() -> None:
     layers = tiny_model("gemma3_text").model.layers
     kinds: dict[Any, set[str]] = {}
     for layer in layers:
-        kinds.setdefault(likeness(layer), set()).add(str(layer.self_attn.sliding_window))
+        kinds.setdefault(fingerprint(layer), set()).add(str(layer.self_attn.sliding_window))
     assert 1 < len(kinds) <= len(layers)
     assert all(len(windows) == 1 for windows in kinds.values())
     llama = tiny_model("llama").model.layers
-    assert len({likeness(layer) for layer in llama}) == 1
+    assert len({fingerprint(layer) for layer in llama}) == 1
     llama[1].self_attn.scaling *= 2
     llama[2].mlp.register_forward_hook(lambda *given: None)
-    assert len({likeness(layer) for layer in llama}) == 3
+    assert len({fingerprint(layer) for layer in llama}) == 3
 
 
 def test_only_on_a_gpu_are_layers_compiled_one_by_one() -> None:

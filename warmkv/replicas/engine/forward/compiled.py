@@ -214,7 +214,7 @@ class _Relay:
 
 
 class _LayerRelay(_Relay):
-    """Counts the calls of a pass: code that layers share does not know which of them it computes."""
+    """Count the attention calls of a pass: code that layers share does not know which of them it computes."""
 
     def __init__(self, layers: Layers) -> None:
         super().__init__()

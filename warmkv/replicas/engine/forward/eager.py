@@ -14,7 +14,7 @@ LEAST_LEFT_OUT = 16
 
 
 class ModelRunner:
-    """The model as it is, for prompts and for sequences that decode."""
+    """Run the model eagerly, for prompts and for sequences that decode."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._module, self._leaves_at_drawn = model.module, model.leaves_at_drawn

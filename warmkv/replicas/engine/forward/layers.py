@@ -30,14 +30,14 @@ class Layers:
     _by_layer: dict[int, Callable[..., Any]] = field(default_factory=dict)
 
     def add(self, module: Any) -> None:
-        """Let every decoder layer of a causal LM ask the state that it is given for what is compiled of it."""
+        """Have every decoder layer of a causal LM dispatch to what is compiled of it for the engine that calls."""
         alike: dict[Hashable, Callable[..., Any]] = {}
         for layer in module.get_decoder().layers:
-            if not isinstance(layer.forward, _Asking):
-                layer.forward = _Asking(layer, layer.forward, "forward" in vars(layer))
-            asking, kind = layer.forward, likeness(layer)
-            if asking.is_own:  # a function that only this layer has
-                self._by_layer[id(layer)] = self.compile(asking.whole)
+            if not isinstance(layer.forward, _Dispatch):
+                layer.forward = _Dispatch(layer, layer.forward, "forward" in vars(layer))
+            dispatch, kind = layer.forward, fingerprint(layer)
+            if dispatch.is_own:  # a function that only this layer has
+                self._by_layer[id(layer)] = self.compile(dispatch.whole)
                 continue
             if kind not in alike:
                 alike[kind] = self.compile(type(layer).forward)
@@ -71,8 +71,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 @dataclass(slots=True)
-class _Asking:
-    """The forward of a layer: as it was, or by what the engine has compiled whose state comes along."""
+class _Dispatch:
+    """Run a layer as it was, or as compiled for the engine whose state comes along."""
 
     layer: Any
     whole: Callable[..., Any]
@@ -83,8 +83,8 @@ class _Asking:
         return self.whole(*given, **options) if compiled is None else compiled.run(self.layer, given, options)
 
 
-def likeness(layer: nn.Module) -> Hashable:
-    """Return what tells layers apart whose code is compiled differently: all but weights, their names and numbers."""
+def fingerprint(layer: nn.Module) -> Hashable:
+    """Return a key that layers share if one's compiled code computes the other: all but weights and layer numbers."""
     return tuple(
         (name, type(module), tuple(_facts(module)), tuple(_shapes(module))) for name, module in layer.named_modules()
     )
@@ -98,7 +98,7 @@ def _facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 _KEPT = frozenset(vars(nn.Module())) - {"training"}
-"""What modules keep their parts, weights and hooks in."""
+"""Attributes in which modules keep their parts, weights and hooks."""
 
 
 def _shapes(module: nn.Module) -> Iterator[tuple[Any, ...]]:
