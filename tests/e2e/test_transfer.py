@@ -141,9 +141,16 @@ def test_replicas_come_and_go_with_the_load_and_leave_their_prefixes(cluster):
             try:
                 until(lambda: scaled.running() == 2, "there are two replicas under load")
                 names = until(lambda: len(found := scaled.replicas()) == 2 and sorted(found), "both report")
-                texts = {f"{name} {number} {TEXT}": name for name in names for number in range(3)}
-                for text, name in texts.items():
-                    write(scaled, name, text)
+                texts: list[str] = []
+
+                def written_by(replica: str) -> bool:
+                    """Have a prompt computed, by this replica unless the load had it go to the other one."""
+                    texts.append(f"{len(texts)} {TEXT}")
+                    usage = scaled.ask(texts[-1], replica=replica).usage
+                    return usage.warmkv["replica"] == replica
+
+                for name in names * 3:
+                    until(lambda name=name: written_by(name), "either replica computes three prompts")
                 enough.set()
                 assert heavy.result() > 0  # raises what a request raised
                 until(lambda: scaled.running() == 1, "there is one replica under little load")

@@ -120,7 +120,7 @@ def test_an_operator_sees_applies_and_rolls_back(serve: Any, tmp_path: Path, req
         until(lambda: "Version 2 is in force" in page.text("#status"), "it is rolled back")
         policy = get(server, "policy")
         assert (policy["rolled_back_to"], policy["settings"]["prefix_cache.default_ttl"]) == (0, "5m")
-        assert "it was better" in page.text("#versions tr:first-child")
+        until(lambda: "it was better" in page.text("#versions tr:first-child"), "the table shows why")
 
         page.type("#ask textarea", TEXT)
         page.type("#ask input[name=question]", "And now?")
