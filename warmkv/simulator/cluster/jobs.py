@@ -80,13 +80,13 @@ class Jobs:
 
     def arriving(self) -> Iterator[Job]:
         """Make jobs in the order of arrival, those that wait for no other."""
-        step = len(self) if self._turns else AT_ONCE
-        for start in range(0, len(self), max(1, step)):
-            for job in self._made(start, start + step):
-                if job.number in self._turns:
-                    self._waiting[job.number] = job
-                else:
-                    yield job
+        if self._turns:  # any of them may end before the next has arrived
+            made = self._made(0, len(self))
+            self._waiting = {job.number: job for job in made if job.number in self._turns}
+            yield from [job for job in made if job.number not in self._turns]
+            return
+        for start in range(0, len(self), AT_ONCE):
+            yield from self._made(start, start + AT_ONCE)
 
     def following(self, number: int) -> Job | None:
         """Return the job that waits for this one, if one does."""

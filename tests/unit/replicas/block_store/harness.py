@@ -144,7 +144,7 @@ class Harness:
         for key in warm.match.chain:
             assert self.expiry[key] > self.now or self.is_held(key), "found after its life has ended"
             self.expiry[key] = max(self.expiry[key], self.now + self.ttl(key))
-        assert warm.hit in {0, *reads}
+        assert warm.match.hit in {0, *reads}
         files = self.files()
         broken = {key for key, content in self.damaged.items() if _content(files.get(key.hex())) == content}
         self.held.append((prompt, warm, broken & set(warm.match.chain)))

@@ -196,7 +196,7 @@ def test_a_restart_finds_what_was_on_disk_and_lets_expire_what_has(tmp_path):
     harness.now += 29.0
     harness.restart(crash=False)
     harness.look_up(old, [14])
-    assert (harness.held[-1][1].hit, harness.held[-1][1].match.tokens) == (14, 14)
+    assert (harness.held[-1][1].match.hit, harness.held[-1][1].match.tokens) == (14, 14)
     harness.finish(0, store=False)
     assert harness.attached["disk"] == 14
     harness.now += 250.0
