@@ -25,8 +25,9 @@ from warmkv.replicas.deployment import threads_per_replica
 from warmkv.replicas.loading.load import resolve_device, resolve_dtype
 from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.simulator.cache.kv_shape import kv_shape
+from warmkv.simulator.cache.layout import layout
 from warmkv.simulator.cluster.autoscaler import Scaling, decide
-from warmkv.simulator.cluster.stores import Levels, Stores, laid_out
+from warmkv.simulator.cluster.stores import Levels, Stores
 from warmkv.simulator.steps.costs import StepKind
 from warmkv.simulator.studies.replays.step_times import choose_cost
 
@@ -409,7 +410,7 @@ def test_blocks_come_from_disk_at_its_bandwidth(tmp_path):
         disk = f"prefix_cache.disk={{memory_bytes: 1MiB, path: {tmp_path}}}"
         config = settings("prefix_cache.memory_bytes=1", disk, f"simulator.disk_bandwidth={rate}")
         stores = Stores(
-            config, Lifetimes.of(config.prefix_cache), kv_shape(config).token_bytes, 1, laid_out([]), Levels()
+            config, Lifetimes.of(config.prefix_cache), kv_shape(config).token_bytes, 1, layout([]), Levels()
         )
         seconds.append(stores.tier_seconds[1])
     assert seconds[0] == pytest.approx(4 * seconds[1])

@@ -196,10 +196,10 @@ class RecordColumns(Sequence[RequestRecord]):
         names: Smalls = getattr(self, column)
         return self.names[int(names[request])]
 
-    def is_named(self, column: str, name: str) -> NDArray[np.bool_]:
-        """Return which records have a name."""
+    def is_named(self, column: str, name: str, part: slice = slice(None)) -> NDArray[np.bool_]:
+        """Return which records, or which of a part of them, have a name."""
         at = self.names.index(name) if name in self.names else -1
-        found: NDArray[np.bool_] = getattr(self, column) == at
+        found: NDArray[np.bool_] = getattr(self, column)[part] == at
         return found
 
     def are_named(self, column: str, names: Collection[str]) -> NDArray[np.bool_]:

@@ -24,8 +24,9 @@ from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cluster.clock import FIRST, Alarm, Clock
 from warmkv.simulator.cluster.fleet import Fleet
 from warmkv.simulator.cluster.gateways import SimulatedGateway
+from warmkv.simulator.cluster.jobs import Jobs
 from warmkv.simulator.cluster.memory import pool_bytes, resolved
-from warmkv.simulator.cluster.replica import NEVER, WHOLE_CACHE, Job, SimulatedReplica
+from warmkv.simulator.cluster.replica import NEVER, ONE_GROUP, WHOLE_CACHE, Job, SimulatedReplica
 from warmkv.simulator.cluster.stores import LayOut, Levels, Stores, laid_out
 from warmkv.simulator.cluster.transfers import Moved
 from warmkv.simulator.engine.kv_blocks import BLOCK
@@ -38,7 +39,7 @@ PROGRESS_EVERY = 500
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the cluster held over time; what became of each request stands in the jobs."""
+    """What the cluster held over time; what became of each request stands in `Jobs`."""
 
     slots: TimeWeightedGauge  # bytes of decode slots, all replicas together
     stored: TimeWeightedGauge  # bytes of stored blocks and tails, all replicas and tiers together
@@ -51,7 +52,7 @@ class Outcome:
 
 
 def simulate(
-    jobs: Sequence[Job],
+    jobs: Jobs,
     config: Config,
     lifetimes: Lifetimes,
     token_bytes: int,
@@ -65,7 +66,7 @@ def simulate(
     begun: float = 0.0,
     progress: Progress = lambda arrived: None,
 ) -> Outcome:
-    """Run jobs, ordered by arrival, to their end; their outcome is written into them.
+    """Run jobs to their end; they keep what became of each.
 
     A job that waits for another arrives its think time after that one ended, or was refused.
 
@@ -81,7 +82,7 @@ def simulate(
     """
     groups = {name: resolved(group) for name, group in config.groups().items()}
     laid = laid_out(jobs, lay_out, held, generated=any(group.has_one_pool for group in groups.values()))
-    levels, block_size = Levels(), jobs[0].block_size if jobs else 1
+    levels, block_size = Levels(), jobs.block_size
     kinds = {
         name: ReplicaKind(
             group,
@@ -95,21 +96,21 @@ def simulate(
     return Cluster(jobs, config, kinds, levels, fast_forward, as_placed, seed, progress).run(held, begun)
 
 
-def mixed_limits(jobs: Sequence[Job], config: Config, token_bytes: int, group: str = "") -> Limits:
+def mixed_limits(jobs: Jobs, config: Config, token_bytes: int, group: str = "") -> Limits:
     """Return the limits of replicas of a group that batch as vLLM does.
 
     Raises BatchingError for what vLLM does not do of what the group is to serve.
     """
     engine, kind = config.engine, StepKind.of(config.whole_cache)
-    for job in jobs:
-        if group in job.groups and job.kind not in (kind, WHOLE_CACHE):
+    for number, (asked, *_) in enumerate(jobs.sizes):
+        if asked not in (kind, WHOLE_CACHE) and group in (jobs.groups[number] if jobs.groups else ONE_GROUP):
             raise BatchingError(
-                f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {job.record.id} has "
-                f"{job.kind.label}; choose the policy {kind.label}"
+                f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {jobs.records.id[number]} "
+                f"has {asked.label}; choose the policy {kind.label}"
             )
     block = config.kv_block or BLOCK
-    if config.has_one_pool and config.prefix_cache.enabled and jobs:
-        block = jobs[0].block_size  # by which prefixes are found
+    if config.has_one_pool and config.prefix_cache.enabled and len(jobs):
+        block = jobs.block_size  # by which prefixes are found
     room = pool_bytes(config) if config.has_one_pool else engine.kv_limit
     tokens = room // entry_bytes(config, token_bytes)
     if config.prefix_cache.keep_warm > room // 2:
@@ -140,7 +141,7 @@ class Cluster:
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        jobs: Jobs,
         config: Config,
         kinds: Mapping[str, ReplicaKind],
         levels: Levels,
@@ -189,12 +190,11 @@ class Cluster:
             own = [contents for contents in held if contents.group == group or len(self._fleets) == 1]
             for replica, contents in zip(fleet.serving.values(), own, strict=False):
                 replica.restore(contents, begun)
-        if not self._jobs:
+        if not len(self._jobs):
             self._close()
-        first = [job for job in self._jobs if not job.waits]
-        _arrivals(self._env, first, self._arrive)
+        _arrivals(self._env, self._jobs, self._arrive)
         self._env.run()
-        end = max(0.0, max((job.finished for job in self._jobs), default=0.0))
+        end = max(0.0, max(self._jobs.finished, default=0.0))
         for fleet in self._fleets.values():
             for cache in fleet.caches:
                 cache.expire(end)
@@ -206,10 +206,12 @@ class Cluster:
     def _placed(self) -> Mapping[str, set[str]]:
         """Return the names of the replicas that records name, by group; their requests go nowhere else."""
         placed: dict[str, set[str]] = {}
-        for job in self._jobs:
-            if len(self._fleets) > 1:
-                job.groups = (job.records.name("group", job.number),)
-            placed.setdefault(job.groups[0], set()).add(job.records.name("replica", job.number))
+        records = self._jobs.records
+        if len(self._fleets) > 1:
+            self._jobs.groups = [(group,) for group in records.values("group")]
+        for number, replica in enumerate(records.values("replica")):
+            (group,) = self._jobs.groups[number] if self._jobs.groups else ONE_GROUP
+            placed.setdefault(group, set()).add(replica)
         return placed
 
     def _close(self) -> None:
@@ -300,7 +302,7 @@ class Cluster:
         if self._single is None:
             self._fleets[self._group_of[job.replica]].transfers[job.replica].computed(job)
         if job.shares:
-            hit, written = job.match.hit, job.written
+            hit, written = job.hit, job.written
             reads = [(read.position, read.number) for read in job.blocks.reads] if hit else ()
             marks = [(write.position, write.number) for write in job.blocks.writes] if hit < written else ()
             job.read = gateway.writers.began(job.number, job.replica, reads, marks, hit, written, self._env.now)
@@ -319,9 +321,11 @@ class Cluster:
         if job.shares:
             gateway.writers.left(job.number)
         job.known_keys = None
-        following = job.following
+        self._jobs.keep(job)
+        following = self._jobs.following(job.number)
         if following is not None:
-            wait = self._kinds[self._group_of.get(job.replica, "")].times.overhead + following.think
+            think = self._jobs.think(following.number)
+            wait = self._kinds[self._group_of.get(job.replica, "")].times.overhead + think
             following.arrival = self._env.now + wait
             self._env.timeout(wait).callbacks.append(lambda _: self._arrive(following))
         self._left -= 1
@@ -368,9 +372,9 @@ class Cluster:
                 again.callbacks.append(lambda _, job=job: self._send(job))
 
 
-def _arrivals(clock: Clock, jobs: Sequence[Job], arrive: Callable[[Job], None]) -> None:
+def _arrivals(clock: Clock, jobs: Jobs, arrive: Callable[[Job], None]) -> None:
     """Let jobs arrive, each at its time: those of now at once, then each by an alarm that is set when it is next."""
-    coming = iter(jobs)
+    coming = jobs.arriving()
     job = next(coming, None)
 
     def go_on(now: float) -> None:

@@ -57,11 +57,8 @@ class Job:
     endless: bool = False  # whether it may go on beyond the context
     marked: bool = True  # whether breakpoints say what is read and written, as in the Messages API
     shares: bool = False  # whether it reads or writes prefixes that are billed by breakpoint
-    blocks: Prompt = field(init=False, repr=False)  # known once the prompts are laid out
+    blocks: Prompt = field(init=False, repr=False)  # once the prompts are laid out
     gateway: int = 0  # the one that it comes to
-    waits: bool = False  # for the turn before it: its arrival is not known before that ends
-    think: float = 0.0  # seconds from that end to its arrival
-    following: Job | None = field(default=None, repr=False)  # the turn that waits for this one
     generated: tuple[Name, ...] = ()  # blocks that end within its answer, those that are part of other prompts
     groups: tuple[str, ...] = ONE_GROUP  # of replicas that can serve it
 
@@ -69,7 +66,8 @@ class Job:
     started: float = NEVER
     first: float = NEVER  # its first token, or its end if it draws none
     finished: float = NEVER
-    match: Found = NOTHING  # found at its start
+    hit: int = 0  # position of the highest breakpoint that could be read at its start
+    blocks_found: int = 0  # leading full blocks that were there then
     reused: int = 0  # prompt tokens that were not computed
     written: int = 0  # position of the highest mark that was stored
     read: int = 0  # position up to which it is billed as a reader
@@ -109,11 +107,6 @@ class Job:
     @property
     def full_blocks(self) -> int:
         return int(self.records.hashes.counts[self.number])
-
-    @property
-    def decode_steps(self) -> int:
-        """Return the steps after the one that gives the first token."""
-        return max(0, self.output - 1)
 
 
 class SimulatedReplica:
@@ -263,7 +256,7 @@ class SimulatedReplica:
             job.warm = cache.sums(found, job.blocks, job.warm, now)
         job.computed = job.warm
         if job.first == NEVER:
-            job.started, job.match, job.reused = now, found, job.warm
+            job.started, job.hit, job.blocks_found, job.reused = now, found.hit, found.blocks, job.warm
         self._slots.change(job.slot_bytes, now)
         if self._tier_seconds is None or not job.warm:
             return 0.0
@@ -304,7 +297,7 @@ class SimulatedReplica:
         size = job.block_size
         last = job.warm == (job.prompt - 1) // size * size
         found = job.found = self.cache.match(job.blocks, now, (job.prompt if last else job.warm) // size)
-        job.match, job.reused = found, min(job.warm, found.tokens)
+        job.hit, job.blocks_found, job.reused = found.hit, found.blocks, min(job.warm, found.tokens)
 
     def _touch(self, touch: Any) -> None:
         """Queue a touch among the jobs: the engine serves both alike."""

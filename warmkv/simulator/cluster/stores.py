@@ -13,7 +13,6 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import Tier, tiers_of
 from warmkv.prefixes.index import PUBLISH_SECONDS, Depths
 from warmkv.prefixes.record import RequestRecord
-from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.cache.chains import MovedBlock
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.late_index import LateIndex
@@ -21,6 +20,7 @@ from warmkv.simulator.cache.layout import Layout, layout
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cache.warm_start import prompts_of
+from warmkv.simulator.cluster.jobs import Jobs
 from warmkv.simulator.cluster.memory import pool_bytes, resolved
 from warmkv.simulator.cluster.replica import Job
 
@@ -41,23 +41,21 @@ class Levels:
 
 
 def laid_out(
-    jobs: Sequence[Job], lay_out: LayOut | None = None, held: Sequence[Contents] = (), *, generated: bool = False
+    jobs: Jobs, lay_out: LayOut | None = None, held: Sequence[Contents] = (), *, generated: bool = False
 ) -> Layout:
-    """Lay out the prompts of jobs, and what replicas hold; each job gets its blocks.
+    """Lay out the prompts of jobs, and what replicas hold, for `jobs` to know the blocks of each.
 
     With `generated` also those that answers complete, as far as they are part of other prompts.
     """
-    records = jobs[0].records if jobs else columns_of([])
+    records = jobs.records
     lay_out = lay_out or (lambda more: layout([*records, *more] if more else records))
-    found = lay_out(prompts_of(held, jobs[0].block_size if jobs else 1))
-    for job in jobs:
-        job.blocks = found.prompts[job.number]
+    found = jobs.layout = lay_out(prompts_of(held, jobs.block_size))
     if generated and records.generated.counts.any():
         (wanted,) = records.generated.flat()
         places = found.places(set(records.keys_of(np.unique(wanted))))
-        for job in jobs:
-            own = records.keys_of(*records.generated.of(job.number))
-            job.generated = tuple(places[key] for key in own if key in places)
+        for number in np.flatnonzero(records.generated.counts).tolist():
+            own = records.keys_of(*records.generated.of(number))
+            jobs.generated[number] = tuple([places[key] for key in own if key in places])
     return found
 
 

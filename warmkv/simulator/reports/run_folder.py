@@ -74,27 +74,27 @@ def timeseries(run: Run) -> dict[str, Any]:
 
     Requests `waiting` and `running`, replicas, bytes by place; the others count up from 0.
     """
-    served = [job for job in run.jobs if job.replica]
+    jobs, served = run.jobs, run.jobs.served()
     times = np.linspace(0.0, run.result.seconds, POINTS + 1)
 
-    def until(moments: list[float], amounts: list[int] | None = None) -> Any:
+    def until(moments: Any, amounts: Any = None) -> Any:
         """Count the moments up to each time, or sum their amounts."""
-        order = np.argsort(np.array(moments), kind="stable")
+        order = np.argsort(moments, kind="stable")
         total = np.arange(len(moments) + 1)
         if amounts is not None:
-            total = np.concatenate([[0], np.cumsum(np.array(amounts, dtype=np.int64)[order])])
-        return total[np.searchsorted(np.array(moments)[order], times, side="right")]
+            total = np.concatenate([[0], np.cumsum(amounts[order], dtype=np.int64)])
+        return total[np.searchsorted(moments[order], times, side="right")]
 
-    arrived, started = until([job.arrival for job in served]), until([job.started for job in served])
-    finished, firsts = until([job.finished for job in served]), [job.first for job in served]
+    arrived, started = until(jobs.column("arrival")[served]), until(jobs.column("started")[served])
+    finished, firsts = until(jobs.column("finished")[served]), jobs.column("first")[served]
     return {
         "seconds": times,
-        "arrived": until([job.arrival for job in run.jobs]),
+        "arrived": until(jobs.column("arrival")),
         "served": finished,
         "waiting": arrived - started,
         "running": started - finished,
-        "prompt_tokens": until(firsts, [job.prompt for job in served]),
-        "reused_tokens": until(firsts, [job.reused for job in served]),
+        "prompt_tokens": until(firsts, jobs.records.input_tokens[served]),
+        "reused_tokens": until(firsts, jobs.column("reused")[served]),
         "replicas": run.outcome.alive.at(times),
         "slot_bytes": run.outcome.slots.at(times),
         **{f"{tier}_bytes": level.at(times) for tier, level in run.outcome.tiers.items()},
@@ -102,32 +102,29 @@ def timeseries(run: Run) -> dict[str, Any]:
 
 
 def _requests(run: Run, prices: Prices) -> Any:
-    usages = iter(run.usages)
-    rows = [
-        {
-            "id": job.records.id[job.number],
-            "tenant": job.tenant,
-            "arrival": job.arrival,
-            "input_tokens": job.prompt,
-            "output_tokens": job.output,
-            "blocks": job.full_blocks,
-        }
-        | (
-            {
-                "replica": job.replica,
-                "started": job.started,
-                "first_token": job.first,
-                "finished": job.finished,
-                "reused_tokens": job.reused,
-                "blocks_found": job.match.blocks,
-                "slot_bytes": job.slot_bytes,
-                "retries": job.retries,
-                "resumptions": job.resumptions,
-                "dollars": price(next(usages), prices).total,
-            }
-            if job.replica
-            else {}
-        )
-        for job in run.jobs
-    ]
-    return pa.Table.from_pylist(rows, schema=REQUESTS)
+    jobs, records = run.jobs, run.jobs.records
+    is_served = jobs.column("replica") > 0
+    dollars = np.zeros(len(jobs))
+    dollars[is_served] = [price(usage, prices).total for usage in run.usages]
+    plain = {
+        "id": pa.array(records.id[number] for number in range(len(jobs))),
+        "tenant": records.values("tenant"),
+        "arrival": jobs.column("arrival"),
+        "input_tokens": records.input_tokens,
+        "output_tokens": records.output_tokens,
+        "blocks": records.hashes.counts,
+    }
+    of_served = {
+        "replica": np.array(jobs.replicas, dtype=object)[jobs.column("replica")],
+        "started": jobs.column("started"),
+        "first_token": jobs.column("first"),
+        "finished": jobs.column("finished"),
+        "reused_tokens": jobs.column("reused"),
+        "blocks_found": jobs.column("blocks_found"),
+        "slot_bytes": jobs.slot_bytes,
+        "retries": jobs.column("retries"),
+        "resumptions": jobs.column("resumptions"),
+        "dollars": dollars,
+    }
+    columns = plain | {name: pa.array(values, mask=~is_served) for name, values in of_served.items()}
+    return pa.table([pa.array(columns[field.name]).cast(field.type) for field in REQUESTS], schema=REQUESTS)

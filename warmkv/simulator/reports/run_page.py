@@ -100,18 +100,21 @@ def _bills(result: Result) -> list[tuple[str, str]]:
 
 def _latency_chart(run: Run) -> str:
     """Draw the cumulative distributions of TTFT, TPOT and E2E."""
-    served = [job for job in run.jobs if job.replica]
+    served = run.jobs.served()
+    arrival, first, end = (run.jobs.column(name)[served] for name in ("arrival", "first", "finished"))
+    steps = run.jobs.records.output_tokens[served] - 1
     panels = {
-        "TTFT, seconds": [job.first - job.arrival for job in served],
-        "TPOT, seconds": [(job.finished - job.first) / job.decode_steps for job in served if job.decode_steps],
-        "E2E, seconds": [job.finished - job.arrival for job in served],
+        "TTFT, seconds": first - arrival,
+        "TPOT, seconds": (end - first)[steps > 0] / steps[steps > 0],
+        "E2E, seconds": end - arrival,
     }
     with mpl.rc_context(STYLE):
         drawing = Figure(figsize=(8.4, 2.5), layout="constrained")
         for at, (ax, (label, values)) in enumerate(
             zip(drawing.subplots(1, 3, sharey=True), panels.items(), strict=True)
         ):
-            ax.plot(np.quantile(values, SHARES) if values else [], SHARES if values else [], color=COLOURS[at])
+            some = len(values) > 0
+            ax.plot(np.quantile(values, SHARES) if some else [], SHARES if some else [], color=COLOURS[at])
             ax.set_xlabel(label)
             ax.set_ylim(0, 1.02)
             ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))

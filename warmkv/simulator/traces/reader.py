@@ -7,11 +7,13 @@ import hashlib
 import io
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.traces.agentic import AGENTIC
@@ -38,6 +40,7 @@ FORMATS = {one.name: one for one in (WARMKV, *PUBLIC, *LOGS)}
 KEPT_FAULTS = 20  # faults kept word for word; all are counted
 HEAD = 1 << 16  # characters of the beginning in which a format is recognised
 BUFFER = 1 << 17  # bytes read at a time
+AHEAD = 4  # pieces that wait to be hashed
 PART = 100_000  # requests of a part
 AIPERF_REQUESTS = "profile_export.jsonl"
 SESSIONS_INDEX = "sessions-index.json"  # of Claude Code
@@ -66,7 +69,7 @@ class Rows:
         self._reading, self._strict, self._fallback = reading, strict, fallback
         self.broken = self.skipped = 0
         self.faults: list[str] = []  # the first of the broken rows
-        self._digest = hashlib.sha256()
+        self._digest = Digest()
         self._file, self._line = path, 0
         self._rows = self._read(files_of(path), format)
         next(self._rows)  # until the format is known
@@ -236,8 +239,22 @@ def text_of(path: Path, digest: Digest | None = None) -> Iterator[io.TextIOWrapp
         raise TraceError(f"cannot read {path}: {error.strerror}") from None
 
 
-class Digest(Protocol):
-    def update(self, data: Any, /) -> None: ...
+class Digest:
+    """SHA-256 that a thread of its own computes, beside whoever parses the same bytes."""
+
+    def __init__(self) -> None:
+        self._sha256, self._thread = hashlib.sha256(), ThreadPoolExecutor(1, "sha256")
+        self._pieces: deque[Future[None]] = deque()  # that wait, a few
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes, which may change afterwards."""
+        self._pieces.append(self._thread.submit(self._sha256.update, bytes(data)))
+        if len(self._pieces) > AHEAD:
+            self._pieces.popleft().result()
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes so far."""
+        return self._thread.submit(self._sha256.hexdigest).result()
 
 
 class Hashed(io.RawIOBase):

@@ -30,7 +30,7 @@ SLOW = StepCost(2**-5, 2**-9, 2**-15)
 def told(job):
     return (
         job.submitted - job.arrival, job.started - job.arrival, job.first - job.arrival, job.finished - job.arrival,
-        job.reused, job.match.hit, job.match.blocks, job.written, job.read, job.num_preemptions,
+        job.reused, job.hit, job.blocks_found, job.written, job.read, job.num_preemptions,
     )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_a_replay_reads_and_writes_what_the_service_does(sizes, automatic, kept,
     live = Live(settings, mixed_limits(jobs, settings, 2))
     for job, whole in zip(jobs, said, strict=True):
         reading = live.answer(job, whole)
-        assert (job.match.hit, job.written, job.reused) == (reading.hit, reading.written, reading.cached_tokens)
+        assert (job.hit, job.written, job.reused) == (reading.hit, reading.written, reading.cached_tokens)
 
 
 def test_a_mark_that_is_kept_warm_is_read_after_others_have_filled_the_cache():
@@ -137,7 +137,7 @@ def test_a_mark_that_is_kept_warm_is_read_after_others_have_filled_the_cache():
     reused = {}
     for kept in (0, 16):
         jobs, _ = run(records, config(VLLM, f"prefix_cache.keep_warm={kept}", *SMALL))
-        reused[kept] = (jobs[-1].reused, jobs[-1].match.hit)
+        reused[kept] = (jobs[-1].reused, jobs[-1].hit)
     assert reused == {0: (0, 0), 16: (8, 8)}
     with pytest.raises(BatchingError, match="must not exceed half of vLLM's cache, which has 136 bytes"):
         run(records, config(VLLM, "prefix_cache.keep_warm=69", *SMALL))

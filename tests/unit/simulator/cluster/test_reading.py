@@ -40,13 +40,14 @@ def test_a_gpu_reads_over_its_pcie(tmp_path):
     (tmp_path / "config.json").write_text(shape + '"vocab_size": 8, "dtype": "bfloat16"}')
     from warmkv.config import load
     from warmkv.policies.prefix_cache import Lifetimes
-    from warmkv.simulator.cluster.stores import Levels, Stores, laid_out
+    from warmkv.simulator.cache.layout import layout
+    from warmkv.simulator.cluster.stores import Levels, Stores
 
     flags = [f"simulator.model={tmp_path}", "simulator.gpu=L4", "prefix_cache.host={memory_bytes: 1MiB}"]
     for more, rate in (([], 32e9), (["simulator.host_bandwidth=1e9"], 1e9)):
         settings = load(flags=[*flags, *more], environ={})
         lifetimes = Lifetimes.of(settings.prefix_cache)
-        stores = Stores(settings, lifetimes, kv_shape(settings).token_bytes, 1, laid_out([]), Levels())
+        stores = Stores(settings, lifetimes, kv_shape(settings).token_bytes, 1, layout([]), Levels())
         assert stores.tier_seconds == (pytest.approx(kv_shape(settings).token_bytes / rate), 0.0)
 
 

@@ -151,7 +151,7 @@ def test_a_fetched_prefix_is_billed_as_a_read_as_on_its_donor():
     later = record(4.0, tokens, ends=[38], ttls=["5m"], name="later")
     (_, _, job), outcome = run([first, busy, later], eager())
     assert job.replica == "replica-1"
-    assert (job.reused, job.match.hit, job.read) == (37, 38, 38)
+    assert (job.reused, job.hit, job.read) == (37, 38, 38)
     assert outcome.moved.fetched_bytes == 2 * 38  # with the tail before the breakpoint
 
 

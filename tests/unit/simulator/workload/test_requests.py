@@ -46,7 +46,7 @@ def test_blocks_are_shared_within_their_scope_only():
     trace = trace_of((0, [7], 5, 1, "a", 0), (100, [7], 5, 1, "b", 0), (200, [7], 5, 1, "b", 0))
     for scope, found in (("global", [0, 1, 1]), ("session", [0, 0, 1])):
         done = replayed(trace, config(), scope=scope)
-        assert [job.match.blocks for job in done.jobs] == found
+        assert [job.blocks_found for job in done.jobs] == found
     with pytest.raises(TraceError, match="does not tell the tenant"):
         of_trace(trace, config(), scope="tenant")
 
@@ -150,7 +150,7 @@ def test_instant_requests_find_what_a_pass_over_the_trace_finds(rows, room, ttl)
     expected = cachesim.lru(trace, unit="blocks", tail_first=True).hits(room, ttl).blocks
     settings = config(f"prefix_cache.memory_bytes={room * BLOCK * 2}", "engine.max_slots=1")  # one after the other
     done = replayed(trace, settings, INSTANT, Variant(ttl=ttl))
-    assert sum(job.match.blocks for job in done.jobs) == expected
+    assert sum(job.blocks_found for job in done.jobs) == expected
 
 
 def test_the_published_conversation_trace_has_its_ideal_hits():
@@ -164,5 +164,5 @@ def test_the_published_conversation_trace_has_its_ideal_hits():
         chain = trace.chain(number).tolist()[: int(trace.input_tokens[number]) // trace.block_size]
         found += next((at for at, block in enumerate(chain) if block not in seen), len(chain))
         seen.update(chain)
-    assert sum(job.match.blocks for job in done.jobs) == found > 0
+    assert sum(job.blocks_found for job in done.jobs) == found > 0
     assert done.result.refused == 0

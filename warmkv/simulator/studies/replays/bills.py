@@ -9,6 +9,7 @@ import numpy as np
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.usage import Usage
+from warmkv.simulator.cluster.jobs import Ints, Jobs
 from warmkv.simulator.cluster.replica import Job
 
 
@@ -16,23 +17,21 @@ def billed(job: Job, lifetimes: Lifetimes) -> Usage:
     """Return the usage of a served job: by breakpoints, or in the OpenAI APIs by reuse."""
     if not job.marked:
         return Usage(job.prompt - job.reused, job.reused, {}, job.output)
-    usage = breakpoints.billed(job.prompt, job.marks, job.match.hit, job.written, job.read, lifetimes.ttls)
+    usage = breakpoints.billed(job.prompt, job.marks, job.hit, job.written, job.read, lifetimes.ttls)
     return Usage(usage.input, usage.read, usage.written, job.output)
 
 
-def by_tenant(jobs: Sequence[Job], lifetimes: Lifetimes) -> Mapping[str, Usage]:
+def by_tenant(jobs: Jobs, served: Ints, lifetimes: Lifetimes) -> Mapping[str, Usage]:
     """Sum the usages of served jobs by tenant, in the order of their names: those that `billed` gives, at once."""
-    if not jobs:
-        return {}
-    records, numbers = jobs[0].records, np.array([job.number for job in jobs])
-    marked = np.array([job.marked for job in jobs])
-    prompt, output = np.array([job.prompt for job in jobs]), np.array([job.output for job in jobs])
-    read = np.array([job.read if job.marked else job.reused for job in jobs])
-    stored = np.array([max(job.match.hit, job.written) if job.marked else 0 for job in jobs])
+    records = jobs.records
+    marked = records.is_named("api", "messages")[served]
+    prompt, output = records.input_tokens[served], records.output_tokens[served]
+    read, reused, hit, stored = (jobs.column(name)[served] for name in ("read", "reused", "hit", "written"))
+    read, stored = np.where(marked, read, reused), np.where(marked, np.maximum(hit, stored), 0)
 
-    marks = records.marks.take(numbers)
+    marks = records.marks.take(served)
     positions, ttls, _ = marks.flat()
-    owner = np.repeat(np.arange(len(jobs)), marks.counts)
+    owner = np.repeat(np.arange(len(served)), marks.counts)
     counts = marked[owner] & (positions <= stored[owner])
     end = read  # of what is billed so far
     written = {}
@@ -43,7 +42,7 @@ def by_tenant(jobs: Sequence[Job], lifetimes: Lifetimes) -> Mapping[str, Usage]:
         written[ttl] = np.maximum(0, last - end)
         end = np.maximum(end, last)
 
-    codes, places = np.unique(records.tenant[numbers], return_inverse=True)
+    codes, places = np.unique(records.tenant[served], return_inverse=True)
 
     def sums(values: np.ndarray) -> list[int]:
         found = np.zeros(len(codes), dtype=np.int64)

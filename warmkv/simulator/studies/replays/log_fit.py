@@ -23,7 +23,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.record_builder import columns_of
 from warmkv.prefixes.record_columns import RecordColumns
-from warmkv.simulator.cluster.replica import Job
+from warmkv.simulator.cluster.jobs import Ints, Jobs
 from warmkv.simulator.latency.calibration import Times, distance_to, times_of
 from warmkv.simulator.latency.spread_evenly import during
 from warmkv.simulator.latency.step_fit import least_squares
@@ -57,11 +57,10 @@ def measured_times(records: RecordColumns) -> Times:
     return times_of(np.zeros(len(records)), records.ttft, records.e2e, records.output_tokens.astype(np.int64))
 
 
-def simulated_times(jobs: Sequence[Job]) -> Times:
-    """Return the latencies in a simulation; all were served."""
-    rows = [(job.arrival, job.first, job.finished, job.output) for job in jobs]
-    arrival, first, last, output = (np.array(column) for column in zip(*rows, strict=True))
-    return times_of(arrival, first, last, output)
+def simulated_times(jobs: Jobs, served: Ints) -> Times:
+    """Return the latencies of served jobs in a simulation."""
+    arrival, first, last = (jobs.column(name)[served] for name in ("arrival", "first", "finished"))
+    return times_of(arrival, first, last, jobs.records.output_tokens[served].astype(np.int64))
 
 
 def fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf) -> UniformCosts:
@@ -141,7 +140,8 @@ def _scaled(records: RecordColumns, config: Config, costs: UniformCosts) -> Unif
         if (prefill, decode) not in known:
             scaled = _scaled_by(inside, *np.exp([prefill, decode, 0.0]))
             jobs = run(records, config, Variant(), scaled, as_placed=True, inputs=inputs).jobs
-            known[prefill, decode] = simulated_times(jobs) if all(job.replica for job in jobs) else None
+            served = jobs.served()
+            known[prefill, decode] = simulated_times(jobs, served) if len(served) == len(jobs) else None
         return known[prefill, decode]
 
     def loss(logs: Floats) -> float:

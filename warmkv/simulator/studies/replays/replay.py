@@ -22,8 +22,8 @@ from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.measures import Percentiles, TimeWeightedGauge, percentiles
 from warmkv.simulator.cluster.cluster import Outcome, simulate
+from warmkv.simulator.cluster.jobs import Jobs
 from warmkv.simulator.cluster.memory import gpu_dollars, gpu_hours
-from warmkv.simulator.cluster.replica import Job
 from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replays import bills
@@ -106,7 +106,7 @@ class Result:
 class Run:
     """A finished simulation of a variant: its requests and its totals."""
 
-    jobs: Sequence[Job]  # all, in the order of the records
+    jobs: Jobs  # all, in the order of the records
     lifetimes: Lifetimes
     outcome: Outcome
     result: Result
@@ -114,7 +114,7 @@ class Run:
     @property
     def usages(self) -> list[Usage]:
         """Return the usages of served requests, in that order."""
-        return [bills.billed(job, self.lifetimes) for job in self.jobs if job.replica]
+        return [bills.billed(self.jobs[number], self.lifetimes) for number in self.jobs.served().tolist()]
 
 
 def replay(
@@ -166,7 +166,7 @@ def prepare(
     variant: Variant,
     turns: Mapping[int, FollowUp] = NO_TURNS,
     inputs: ReplayInputs | None = None,
-) -> tuple[list[Job], Lifetimes]:
+) -> tuple[Jobs, Lifetimes]:
     """Prepare the jobs of a variant, arrivals counted from the first, and the lifetimes of their prefixes.
 
     Raises VariantError.
@@ -184,39 +184,26 @@ def prepare(
     marks = _marks(columns, tier, lifetimes) if marked else [()] * len(columns)
     specs = _policies(columns) if variant.policy is None else ([variant.policy], np.zeros_like(columns.policy))
     sizes = inputs.sizes(variant.policy, specs, marked, kv_shape(config), config.engine.max_context or 0)
-    outputs = columns.output_tokens.tolist()
-    allowed = np.maximum(columns.output_tokens, columns.max_tokens).tolist()
-    plain = (columns.values("tenant"), columns.block_size.tolist(), columns.arrival - columns.arrival[:1])
-    prompts = columns.input_tokens.tolist()
-    jobs = [
-        Job(number, columns, tenant, size, most, arrival, own, prompt, output, *sizes)
-        for number, (tenant, size, most, arrival, own, prompt, output, sizes) in enumerate(
-            zip(plain[0], plain[1], allowed, plain[2].tolist(), marks, prompts, outputs, sizes, strict=True)
-        )
-    ]
     messages = columns.is_named("api", "messages")
     shares = messages & ((columns.reads.counts > 0) | (columns.marks.counts > 0 if marked else False))
-    for number in np.flatnonzero(~messages).tolist():
-        jobs[number].marked = False
-    for number in np.flatnonzero(shares).tolist():
-        jobs[number].shares = True
+    jobs = Jobs(columns, sizes, marks, shares, turns)
     if config.cluster.groups:
-        _assign(jobs, config, *specs)
-    for number, turn in turns.items():
-        jobs[turn.previous].following = jobs[number]
-        jobs[number].waits, jobs[number].think = True, turn.think
+        jobs.groups = _groups(columns, config, *specs)
     return jobs, lifetimes
 
 
-def _assign(jobs: Sequence[Job], config: Config, policies: Sequence[PolicySpec], numbers: Numbers) -> None:
-    """Tell each job which groups of replicas can serve its policy. Raises VariantError where none can."""
+def _groups(
+    columns: RecordColumns, config: Config, policies: Sequence[PolicySpec], numbers: Numbers
+) -> list[tuple[str, ...]]:
+    """Return the groups of replicas that can serve each request's policy. Raises VariantError where none can."""
     capabilities = config.capabilities
     groups = [tuple(name for name in capabilities if name in able(capabilities, Needs(spec))) for spec in policies]
-    for job, number in zip(jobs, numbers.tolist(), strict=True):
-        job.groups = groups[number]
-        if not job.groups:
-            fault = refusal(capabilities.values(), Needs(policies[number]))
-            raise VariantError(f"request {job.record.id}: {fault}")
+    found = [groups[number] for number in numbers.tolist()]
+    if () in found:
+        first = found.index(())
+        fault = refusal(capabilities.values(), Needs(policies[numbers[first]]))
+        raise VariantError(f"request {columns.id[first]}: {fault}")
+    return found
 
 
 def _policies(columns: RecordColumns) -> Specs:
@@ -289,16 +276,18 @@ def run(
         return summarise(jobs, outcome, config, lifetimes, variant)
 
 
-def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant) -> Run:
-    """Return totals and percentiles of a finished simulation."""
-    served = [job for job in jobs if job.replica]
-    usages = bills.by_tenant(served, lifetimes)
+def summarise(
+    jobs: Jobs, outcome: Outcome, config: Config, lifetimes: Lifetimes, variant: Variant, since: int = 0
+) -> Run:
+    """Return totals and percentiles of a finished simulation: of the jobs from number `since` on."""
+    served = jobs.served(since)
+    usages = bills.by_tenant(jobs, served, lifetimes)
     usage = bills.together(usages.values(), lifetimes)
-    prompt, reused = usage.prompt, sum([job.reused for job in served])
-    blocks = int(jobs[0].records.hashes.counts[[job.number for job in served]].sum()) if served else 0
-    arrival = np.array([job.arrival for job in served])
-    first, end = np.array([job.first for job in served]), np.array([job.finished for job in served])
-    steps = np.array([job.decode_steps for job in served])
+    prompt, reused = usage.prompt, int(jobs.column("reused")[served].sum())
+    blocks = int(jobs.records.hashes.counts[served].sum())
+    arrival, first, end = (jobs.column(name)[served] for name in ("arrival", "first", "finished"))
+    steps = np.maximum(0, jobs.records.output_tokens[served] - 1)
+    requests, failed = len(jobs) - since, int(jobs.column("failed", since).sum())
     ttft, decoded = first - arrival, steps > 0
     tpot = np.divide(end - first, steps, out=np.zeros(len(served)), where=decoded)
     slo = config.simulator.slo
@@ -307,11 +296,11 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
     result = Result(
         policy=variant.label,
         ttl=variant.ttl,
-        requests=len(jobs),
-        refused=len(jobs) - len(served) - sum([job.failed for job in jobs]),
-        failed=sum([job.failed for job in jobs]),
-        retries=sum([job.retries for job in jobs]),
-        resumptions=sum([job.resumptions for job in jobs]),
+        requests=requests,
+        refused=requests - len(served) - failed,
+        failed=failed,
+        retries=int(jobs.column("retries", since).sum()),
+        resumptions=int(jobs.column("resumptions", since).sum()),
         fetches=outcome.moved.fetches,
         fetches_declined=outcome.moved.declined,
         fetched_bytes=outcome.moved.fetched_bytes,
@@ -320,7 +309,7 @@ def summarise(jobs: Sequence[Job], outcome: Outcome, config: Config, lifetimes: 
         prompt_tokens=prompt,
         reused_tokens=reused,
         token_hit_rate=reused / prompt if prompt else 0.0,
-        block_hit_rate=sum([job.match.blocks for job in served]) / blocks if blocks else 0.0,
+        block_hit_rate=int(jobs.column("blocks_found")[served].sum()) / blocks if blocks else 0.0,
         usage=usage,
         dollars=price(usage, config.prices).total,
         dollars_uncached=price(Usage(input=prompt, output=usage.output), config.prices).total,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from warmkv.config import Config
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.record_builder import columns_of
@@ -68,23 +66,22 @@ def verify(records: Sequence[RequestRecord], config: Config, times: StepTimes) -
     Raises VariantError if the log names a TTL or policy that the configuration does not know.
     """
     done = run(records, config, Variant(), times, as_placed=True)
-    served = [(job, usage) for job, usage in zip((j for j in done.jobs if j.replica), done.usages, strict=True)]
-    logged = columns_of(records)
-    timed = measured(logged)
-    jobs = [job for job, _ in served if timed[job.number]]
-    cached, resident = logged.cached_tokens.tolist(), logged.resident_bytes.tolist()
-    timings = logged.take(np.array([job.number for job in jobs], dtype=np.int64))
+    jobs, logged = done.jobs, columns_of(records)
+    served = jobs.served()
+    timed = served[measured(logged)[served]]
+    reused, cached = jobs.column("reused")[served], logged.cached_tokens[served]
+    billed = zip(done.usages, map(logged.usage_of, served.tolist()), strict=True)
     count = max(1, len(served))
     return Verdict(
         requests=len(records),
         refused=len(records) - len(served),
-        equal_hits=sum(job.reused == cached[job.number] for job, _ in served) / count,
-        equal_bills=sum(usage == logged.usage_of(job.number) for job, usage in served) / count,
-        equal_slots=sum(job.slot_bytes == resident[job.number] for job, _ in served) / count,
-        live_hit_tokens=sum(cached),
-        simulated_hit_tokens=sum(job.reused for job, _ in served),
+        equal_hits=int((reused == cached).sum()) / count,
+        equal_bills=sum(usage == told for usage, told in billed) / count,
+        equal_slots=int((jobs.slot_bytes[served] == logged.resident_bytes[served]).sum()) / count,
+        live_hit_tokens=int(logged.cached_tokens.sum()),
+        simulated_hit_tokens=int(reused.sum()),
         evictions=done.outcome.removals.evicted,
         expirations=done.outcome.removals.expired,
         stored_bytes=done.outcome.stored.value,
-        times=judge(measured_times(timings), simulated_times(jobs)) if jobs else None,
+        times=judge(measured_times(logged.take(timed)), simulated_times(jobs, timed)) if len(timed) else None,
     )

@@ -81,12 +81,12 @@ def predict(
     the level at the end. Raises VariantError if the configuration lacks a TTL that the records name.
     """
     done = run(records, config, Variant(), times, inputs=inputs, held=held)
-    jobs = done.jobs[counted:]
+    jobs, count = done.jobs, len(done.jobs) - counted
     label = config.compression.policy.label
-    if not jobs:
+    if not count:
         return Prediction(label, {}, 0)
-    result = summarise(jobs, done.outcome, config, done.lifetimes, Variant()).result
-    since, until = jobs[0].arrival, jobs[-1].arrival
+    result = summarise(jobs, done.outcome, config, done.lifetimes, Variant(), since=counted).result
+    since, until = jobs.arrival[counted], jobs.arrival[-1]
     moments = np.linspace(since, until, MOMENTS)
     outcome = done.outcome
     tokens = result.prompt_tokens + result.usage.output
@@ -101,14 +101,14 @@ def predict(
         "ttft_p50": result.ttft.p50,
         "ttft_p99": result.ttft.p99,
         "tpot_p50": result.tpot.p50,
-        "in_slo": result.in_slo / len(jobs),
+        "in_slo": result.in_slo / count,
         "refused": float(result.refused),
         "dollars_per_million_tokens": result.dollars / tokens * 1e6 if tokens else None,
         "gpu_dollars_per_million_tokens": dollars / tokens * 1e6 if tokens else None,
         "resident_bytes_end": float(outcome.stored.value),
         "quality": quality(),
     }
-    return Prediction(label, figures, len(jobs))
+    return Prediction(label, figures, count)
 
 
 def measure(records: Sequence[RequestRecord], config: Config) -> Values:

@@ -23,7 +23,7 @@ def test_bills_are_the_sums_of_what_each_request_is_billed(records, data, ttl, f
             usage = bills.billed(job, done.lifetimes)
             own = counts.setdefault(job.tenant, Counter())
             own.update({"input": usage.input, "read": usage.read, "output": usage.output, **usage.written})
-    found = bills.by_tenant([job for job in done.jobs if job.replica], done.lifetimes)
+    found = bills.by_tenant(done.jobs, done.jobs.served(), done.lifetimes)
     assert list(found) == sorted(counts)
     for tenant, usage in found.items():
         kept = {"input": usage.input, "read": usage.read, "output": usage.output, **usage.written}
