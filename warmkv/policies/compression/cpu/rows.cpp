@@ -50,8 +50,9 @@ class Attention {
     std::memcpy(k + entry * call.k_entry, call.key + row * call.key_row, sizeof(float) * dim);
     std::memcpy(v + entry * call.v_entry, call.value + row * call.value_row, sizeof(float) * dim);
     for (int64_t at = 0; at < length; at += KEYS, k += KEYS * call.k_entry, v += KEYS * call.v_entry) {
-      const int64_t count = std::min(KEYS, length - at);
+      const int64_t count = std::min(KEYS, length - at), next = std::min(KEYS, length - at - count);
       for (int64_t j = 0; j < count; j += WIDTH) {
+        fetch(v + j * call.v_entry, call.v_entry, std::min(WIDTH, count - j));
         for (int64_t c = 0; c < dim; c += WIDTH)
           transpose(k + j * call.k_entry + c, call.k_entry, std::min(WIDTH, count - j), WIDTH, tile + c * WIDTH, WIDTH);
         by_heads([&](auto heads, int64_t g) { dot(heads, query + g * dim, tile, logits + g * KEYS + j); });
@@ -66,11 +67,22 @@ class Attention {
         total[g] = total[g] * factor + sum;
         most[g] = largest;
       }
-      by_heads([&](auto heads, int64_t g) { add(heads, logits + g * KEYS, v, count, sums + g * dim); });
+      for (int64_t j = 0; j < count; j += WIDTH) {
+        fetch(k + (KEYS + j) * call.k_entry, call.k_entry, std::min(WIDTH, next - j));
+        by_heads([&](auto heads, int64_t g) {
+          add(heads, logits + g * KEYS + j, v + j * call.v_entry, std::min(WIDTH, count - j), sums + g * dim);
+        });
+      }
     }
     float* out = call.out + row * group * dim;
     for (int64_t g = 0; g < group; g++)
       for (int64_t c = 0; c < dim; c++) out[g * dim + c] = length ? sums[g * dim + c] / total[g] : 0.0f;
+  }
+
+  // Have entries that are read soon on their way from memory meanwhile.
+  void fetch(const float* first, int64_t stride, int64_t count) {
+    for (int64_t j = 0; j < count; j++)
+      for (int64_t c = 0; c < call.dim; c += WIDTH) __builtin_prefetch(first + j * stride + c, 0, 2);
   }
 
   // Call for as many heads at once as there are registers for.
