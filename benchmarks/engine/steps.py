@@ -57,7 +57,8 @@ def _measure(arena: Arena, engine: Engine, spec: PolicySpec, what: str, lengths:
         )
         held += sum(slot.resident_bytes for slot in synthetic.begin_decoding(engine, spec, prompt, 1, new).slots)
     try:
-        with engine.graphs.recording_soon() if engine.graphs is not None else nullcontext():
+        graphs = engine.executor.steps.graphs
+        with graphs.recording_soon() if graphs is not None else nullcontext():
             _step(engine, UNTIMED)
         stopwatch = Stopwatch(device)
         _step(engine, TIMED)

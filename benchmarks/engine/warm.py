@@ -55,7 +55,8 @@ class Warm:
             sequence.last_token, sequence.emit = FIRST, events.append
         Stopwatch(self._models.device)  # nothing of the hand-off runs on into the first step
         times = []
-        with running.graphs.recording_soon() if running.graphs is not None else nullcontext():
+        graphs = running.executor.steps.graphs
+        with graphs.recording_soon() if graphs is not None else nullcontext():
             for _ in range(steps):
                 running.step()
                 times.append(now())

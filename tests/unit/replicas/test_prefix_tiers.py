@@ -37,13 +37,13 @@ def tiered(models: Any, path: Any = None, host: int = 100, **settings: Any) -> D
 def watch(driver: Driver) -> list[torch.Tensor]:
     """Return the logits of everything that is drawn from now on."""
     seen: list[torch.Tensor] = []
-    draw = driver.engine._draw
+    draw = driver.engine.executor._draw
 
     def watched(sequences: Any, logits: torch.Tensor, *given: Any) -> list[int]:
         seen.append(logits.clone())
         return draw(sequences, logits, *given)
 
-    driver.engine._draw = watched  # type: ignore[method-assign]
+    driver.engine.executor._draw = watched  # type: ignore[method-assign]
     return seen
 
 
@@ -295,7 +295,7 @@ def test_whoever_waits_goes_on_where_a_cancelled_prompt_was_left(models):
 def test_whoever_waits_goes_on_alone_when_the_first_fails(models, monkeypatch):
     driver = Driver(models["llama"])
     alone = Driver(models["llama"]).run(make_request(TOKENS, new=6))
-    original = driver.engine._forward
+    original = driver.engine.executor.forward
 
     def failing(*arguments: Any) -> torch.Tensor:
         first = next(iter(driver.engine.scheduler.prefilling), None)
@@ -303,7 +303,7 @@ def test_whoever_waits_goes_on_alone_when_the_first_fails(models, monkeypatch):
             raise RuntimeError("device out of memory")
         return original(*arguments)
 
-    monkeypatch.setattr(driver.engine, "_forward", failing)
+    monkeypatch.setattr(driver.engine.executor, "forward", failing)
     driver.run(make_request(TOKENS, new=6, name="first"), make_request(TOKENS, new=6, name="second"))
     assert isinstance(driver.told["first"][-1], Failed)
     assert [driver.tokens("second")] == alone

@@ -148,11 +148,11 @@ def _logits(engine: Engine, step_tokens: int, others: int) -> Tensor:
         sampling = SamplingParams(max_tokens=new, ignore_eos=True, temperature=0.0)
         return GenerateRequest(name, tuple(drawn.tolist()), (), sampling, PolicySpec())
 
-    before, scheduler.step_tokens, engine.watch_logits = scheduler.step_tokens, step_tokens, watch
+    before, scheduler.step_tokens, engine.executor.watch_logits = scheduler.step_tokens, step_tokens, watch
     try:
         beside = [request(f"beside {at}", 1 + at, max(1, length // (at + 2))) for at in range(others)]
         requests = [*beside[:1], request("invariance", 0, length), *beside[1:]]
         engine.finish(requests[0], *requests[1:])
         return torch.stack(got)
     finally:
-        scheduler.step_tokens, engine.watch_logits = before, None
+        scheduler.step_tokens, engine.executor.watch_logits = before, None

@@ -20,7 +20,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 from llguidance import LLMatcher
-from torch import Tensor
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.policies.compression.prefill_state import TokenClasses
@@ -28,33 +27,21 @@ from warmkv.policies.contents import Contents
 from warmkv.policies.memory_plan import MemoryPlan
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
-from warmkv.replicas.constraints.masks import Masks
 from warmkv.replicas.device_memory import plan_replica
-from warmkv.replicas.engine import step_inputs
-from warmkv.replicas.engine.batch_invariant import QUERIES, InvariantRunner
-from warmkv.replicas.engine.decode_step import DecodeSteps, Drawn
+from warmkv.replicas.engine.batch_invariant import QUERIES
 from warmkv.replicas.engine.endings import Endings
 from warmkv.replicas.engine.faults import FailureCounts, is_sticky
-from warmkv.replicas.engine.forward import Compiled, ModelRunner, compiled, compiles
-from warmkv.replicas.engine.graphs import Graphs, graphs_on
 from warmkv.replicas.engine.inbox import ClosedError, Inbox
 from warmkv.replicas.engine.logits_processors import LogitsProcessor
+from warmkv.replicas.engine.model_executor import ModelExecutor
 from warmkv.replicas.engine.overlap import Overlap
-from warmkv.replicas.engine.passes import Pass, run
+from warmkv.replicas.engine.passes import run
 from warmkv.replicas.engine.probe import works
 from warmkv.replicas.engine.prompts import Prompts
-from warmkv.replicas.engine.sampling import NO_TOKEN, Draws, draw, note_prompt_logprobs, positions_at_once
+from warmkv.replicas.engine.sampling import positions_at_once
 from warmkv.replicas.engine.scheduler import Emit, Scheduler, Sequence
 from warmkv.replicas.engine.stats import EngineStats, snapshot
-from warmkv.replicas.engine.step_inputs import StepInputs
-from warmkv.replicas.engine.warm_up import (
-    compile_kernels,
-    compile_model,
-    first_requests,
-    recorded_batches,
-    recorded_requests,
-)
-from warmkv.replicas.loading.last_layer import DrawnOnly
+from warmkv.replicas.engine.warm_up import compile_kernels, first_requests, recorded_batches, recorded_requests
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import (
     Failed,
@@ -63,8 +50,6 @@ from warmkv.replicas.protocol import (
     PromptLogprobs,
     UnservableRequestError,
 )
-from warmkv.replicas.slots.decode_state import DecodeState
-from warmkv.replicas.slots.row_tables import padded_batch
 from warmkv.replicas.slots.slots import SlotPool
 
 log = logging.getLogger(__name__)
@@ -111,53 +96,29 @@ class Engine:
             engine.tokens_per_step(on_gpu=model.device.type == "cuda"),
             model.keys_per_token,
         )
-        step_inputs.reserve(self.pool.buffer, self.scheduler.step_tokens, engine.max_slots)
+        self.executor = ModelExecutor(model, engine, self.pool.buffer, self.scheduler.step_tokens)
+        self.pool.is_static, self.pool.batch_invariant = self.executor.steps.graphs is not None, engine.batch_invariant
         self._prompts = Prompts(model, self.store, self.pool, classes)
         self._scored_at_once = positions_at_once(model.vocabulary, model.dtype.itemsize)
         self.faults = FailureCounts()
         self._endings = Endings(self.scheduler, self._prompts, self.faults, model.device, clock, self._works)
         self._weight_bytes = model.weight_bytes()
-        self._forward = self._runner()
-        graphs = graphs_on(model.device) if compiles(engine, model.device) else None
-        self._steps = DecodeSteps(self.pool.buffer, model.vocabulary, graphs, engine.batch_invariant)
-        self.pool.is_static, self.pool.batch_invariant = graphs is not None, engine.batch_invariant
         self._overlap: Overlap | None = None
         if model.device.type == "cuda":  # elsewhere the host computes
             self.overlap()
-        self._masks = Masks(model.vocabulary, model.device)
         self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self.watch_logits: Callable[[Items[Sequence], Tensor], None] | None = None
-        """Sees what tokens of sequences are drawn from, [sequences, vocabulary]."""
         self.flush: Callable[[], None] = lambda: None  # called behind every part of a step that may have emitted
         self._turned = clock()
         self.turns = 0  # of the engine's thread: steps, and waits for something to do
         self._publish_stats()
 
-    def _runner(self) -> ModelRunner | Compiled:
-        if self.config.batch_invariant:
-            return InvariantRunner(self.model)
-        return (
-            compiled(self.model, self.model.device)
-            if compiles(self.config, self.model.device)
-            else ModelRunner(self.model)
-        )
-
     def overlap(self) -> None:
         """Launch decode steps before the tokens of those before are read, from now on."""
-        most = padded_batch(self.config.max_slots)
-        self._steps.drawn = torch.zeros(most, dtype=torch.int64, device=self.model.device)
-
-        def launch(sequences: list[Sequence], state: DecodeState, sources: list[int]) -> Tensor:
-            return self._steps.launch(self._forward, sequences, state, sources)
-
+        self.executor.keep_drawn()
+        launch = self.executor.launch
         self._overlap = Overlap(self.scheduler, self._endings, self.max_context, self.model.inv_freq, launch)
-
-    @property
-    def graphs(self) -> Graphs[Drawn] | None:
-        """Return the recordings of decode steps, None where none are made."""
-        return self._steps.graphs
 
     # --- from any thread
 
@@ -226,22 +187,14 @@ class Engine:
     def warm_up(self, say: Callable[[str], None] = lambda what: None, policy: PolicySpec = PolicySpec()) -> None:
         """Compute short prompts and a few tokens before `run`, so that no request pays for first-time set-up.
 
-        What is to be compiled is compiled here, kernels for all policies and first for `policy`. If the model cannot
-        be, passes stay eager unless `engine.compile` is on. `say` is told what is done next. Raises RuntimeError if the
-        prompt fails.
+        What is to be compiled is compiled here, the model (`ModelExecutor.compile`) and kernels for all policies, first
+        for `policy`. `say` is told what is done next. Raises RuntimeError if the prompt fails.
         """
-        if isinstance(self._forward, Compiled):
-            try:
-                compile_model(self._forward, say)
-            except Exception:
-                if self.config.compile == "on":
-                    raise
-                log.exception("the model cannot be compiled here: it stays eager")
-                self._forward = ModelRunner(self.model)
+        self.executor.compile(say)
         room, seconds = self.scheduler.room, self.config.compile_seconds
         began = self._clock()
-        attends = compile_kernels(self.model, self.pool, self._forward, room, seconds, policy.storage, say)
-        if (graphs := self.graphs) is not None:
+        attends = compile_kernels(self.model, self.pool, self.executor.forward, room, seconds, policy.storage, say)
+        if (graphs := self.executor.steps.graphs) is not None:
             with graphs.recording_soon():
                 for batch in recorded_batches(self.config.max_slots, lambda: self._clock() - began < seconds):
                     say(f"recording steps of {batch} sequences")
@@ -294,7 +247,7 @@ class Engine:
                 self._endings.end(sequence, Failed("the replica is stopping"))
             self.flush()
             self._publish_stats()
-            self._masks.close()
+            self.executor.close()
             self.store.close()
 
     def _turn(self) -> None:
@@ -308,7 +261,7 @@ class Engine:
             self.faults.counts,
             self._weight_bytes,
             self._prompts.compressed,
-            self._steps.held_bytes,
+            self.executor.steps.held_bytes,
         )
 
     @torch.inference_mode()
@@ -380,7 +333,7 @@ class Engine:
         """Compute the chunks of prompts and a token of every running sequence; whoever that fails with ends alone."""
         begun = None
         if self._overlap is not None:
-            if not prompts and self.watch_logits is None and self._overlap.advance():
+            if not prompts and self.executor.watch_logits is None and self._overlap.advance():
                 return
             self._overlap.collect()
             begun = self._overlap.take_begun()
@@ -388,7 +341,7 @@ class Engine:
             prompts,
             self.scheduler.decoding,
             self.pool,
-            self._next_tokens,
+            self.executor.execute,
             max_context=self.max_context,
             inv_freq=self.model.inv_freq,
             leave=self._endings.shed,
@@ -417,34 +370,6 @@ class Engine:
         if outcome.failed or outcome.left:
             self._endings.fail(outcome.failed, works=works)
 
-    def _next_tokens(self, batch: Pass) -> list[int]:
-        """Run the model once; returns the next token of each prompt and sequence, NO_TOKEN of prompts that go on."""
-        drawing = [*batch.ending, *batch.decoding]
-        masks = self._begin_masks(drawing)
-        inputs = step_inputs.upload(self.pool.buffer, batch, drawing)
-        if not batch.prompts:
-            assert batch.state is not None
-            return self._decode(drawing, batch.state, inputs, masks)
-        is_scored = any(prompt.is_scored for prompt in batch.prompts)
-        found = self._forward(inputs.ids, inputs.positions, DrawnOnly(batch, inputs.places, is_scored))
-        logits, scored = found.tensor_split([len(drawing)])
-        note_prompt_logprobs(batch.prompts, scored, row_by_row=self.config.batch_invariant)
-        tokens = iter(self._draw(drawing, logits, masks, inputs.draws) if drawing else ())
-        drawn = [next(tokens) if sequence.workspace.ends else NO_TOKEN for sequence in batch.prompts]
-        for sequence in batch.prompts:
-            sequence.workspace.end_chunk()
-        return [*drawn, *tokens]
-
-    def _decode(
-        self, drawing: list[Sequence], state: DecodeState, inputs: StepInputs, masks: Future[Tensor] | None
-    ) -> list[int]:
-        """Run the model for what decodes, and draw."""
-        count = len(drawing)
-        processed, kept = any(sequence.processor for sequence in drawing), self.watch_logits is not None
-        logits, tokens = self._steps.decode(self._forward, state, inputs, processed=processed, kept=kept)
-        draws = None if inputs.draws is None else inputs.draws.first(count)
-        return self._draw(drawing, logits[:count], masks, draws, None if tokens is None else tokens[:count])
-
     def _hand_off(self, sequence: Sequence, token: int) -> None:
         """Store the prompt, fill the slot, report the first token."""
         done = self._prompts.hand_off(sequence, self.scheduler.room)
@@ -455,24 +380,5 @@ class Engine:
         else:
             self._endings.deliver(sequence, token)
 
-    def _begin_masks(self, sequences: Items[Sequence]) -> Future[Tensor] | None:
-        """Begin to compute what constraints rule out, beside the model; None if no sequence has one."""
-        processors = [sequence.processor for sequence in sequences if sequence.processor is not None]
-        matchers = [processor.matcher for processor in processors if processor.matcher is not None]
-        return self._masks.begin(matchers) if matchers else None
-
-    def _draw(
-        self,
-        sequences: list[Sequence],
-        logits: Tensor,
-        masks: Future[Tensor] | None,
-        draws: Draws | None,
-        tokens: Tensor | None = None,
-    ) -> list[int]:
-        """Sample the next token of each sequence; NO_TOKEN where the logits are not finite."""
-        if self.watch_logits is not None:
-            self.watch_logits(sequences, logits)
-        return draw(sequences, logits, masks, draws, tokens, row_by_row=self.config.batch_invariant)
-
     def _works(self) -> bool:
-        return works(self.model, self.pool, self._forward, self.scheduler.room)
+        return works(self.model, self.pool, self.executor.forward, self.scheduler.room)

@@ -77,7 +77,7 @@ def _engine_logits(engine: Engine) -> tuple[list[int], int, Tensor]:
     def watch(sequences: Sequence[Drawing], logits: Tensor) -> None:
         got.extend(row.float() for row, each in zip(logits, sequences, strict=True) if each.request.id == "self-check")
 
-    engine.watch_logits = watch
+    engine.executor.watch_logits = watch
     tokens, scheduler.step_tokens = scheduler.step_tokens, min(CHUNK, scheduler.step_tokens)
     generator = torch.Generator().manual_seed(0)
     try:
@@ -97,7 +97,7 @@ def _engine_logits(engine: Engine) -> tuple[list[int], int, Tensor]:
                     raise
                 prompt = prompt // 2
     finally:
-        engine.watch_logits, scheduler.step_tokens = None, tokens
+        engine.executor.watch_logits, scheduler.step_tokens = None, tokens
 
 
 @torch.inference_mode()

@@ -125,7 +125,7 @@ def test_a_preempted_answer_and_those_beside_it_are_as_they_were(ending, compile
 
 def test_a_step_that_fails_is_repeated_with_the_same_masks(ending, compiler, whole):
     driver = Driver(ending, compiler=compiler)
-    forward, calls = driver.engine._forward, 0
+    forward, calls = driver.engine.executor.forward, 0
 
     def failing(*given: Any) -> Any:
         nonlocal calls
@@ -134,7 +134,7 @@ def test_a_step_that_fails_is_repeated_with_the_same_masks(ending, compiler, who
             raise RuntimeError("a fault of the moment")
         return forward(*given)
 
-    driver.engine._forward = failing  # type: ignore[assignment]
+    driver.engine.executor.forward = failing  # type: ignore[assignment]
     assert driver.run(request(GRAMMAR)) == [whole]
 
 
@@ -176,8 +176,8 @@ def test_a_grammar_that_exceeds_its_limits_on_the_way_ends_alone(ending, compile
 def test_masks_are_computed_once_a_step_for_those_that_need_them(ending, compiler):
     driver = Driver(ending, compiler=compiler)
     begun: list[int] = []
-    begin = driver.engine._masks.begin
-    driver.engine._masks.begin = lambda matchers: begun.append(len(matchers)) or begin(matchers)  # type: ignore
+    begin = driver.engine.executor._masks.begin
+    driver.engine.executor._masks.begin = lambda matchers: begun.append(len(matchers)) or begin(matchers)  # type: ignore
     driver.run(make_request(prompt(20), new=5), replace(request(None), id="penalized"))
     assert begun == []
     driver.run(

@@ -63,7 +63,7 @@ def computed(driver: Driver, *requests: GenerateRequest) -> list[Any]:
             row.clone() for row, each in zip(drawn_from, sequences, strict=True) if each.request.id == "watched"
         )
 
-    driver.engine.watch_logits = watch
+    driver.engine.executor.watch_logits = watch
     driver.run(*requests)
     told = [each for each in driver.told["watched"] if isinstance(each, PromptLogprobs)]
     return [torch.stack(logits), driver.logprobs("watched"), driver.tokens("watched"), told]

@@ -36,13 +36,13 @@ SPECS = [
 def passes(driver: Driver) -> list[int]:
     """Return the tokens of every pass from now on."""
     engine, counted = driver.engine, list[int]()
-    forward = engine._forward
+    forward = engine.executor.forward
 
     def counting(ids: torch.Tensor, *given: Any) -> torch.Tensor:
         counted.append(ids.numel())
         return forward(ids, *given)
 
-    engine._forward = counting  # type: ignore[assignment,method-assign]
+    engine.executor.forward = counting  # type: ignore[assignment,method-assign]
     return counted
 
 
@@ -286,14 +286,14 @@ def test_who_a_pass_fails_with_ends_alone(models, error):
     clean = [dataclasses.replace(each, token_ids=tuple(token % 96 for token in each.token_ids)) for each in requests]
     expected = Driver(models["llama"], **OFF).run(*clean)
     driver = Driver(models["llama"], **OFF, step_tokens=40)
-    forward = driver.engine._forward
+    forward = driver.engine.executor.forward
 
     def failing(ids: torch.Tensor, *given: Any) -> torch.Tensor:
         if ids.shape[1] > 1 and bool((ids == 96).any()):
             raise error
         return forward(ids, *given)
 
-    driver.engine._forward = failing  # type: ignore[method-assign,assignment]
+    driver.engine.executor.forward = failing  # type: ignore[method-assign,assignment]
     driver.submit(*clean[:2])
     driver.engine.step()
     driver.submit(bad, *clean[2:])

@@ -67,13 +67,13 @@ def test_policies_equal_the_slow_reference(models, references, family, spec, len
     expected, expected_logits = Reference(references[family]).generate(tokens, 30, spec)
     seen: list[torch.Tensor] = []
     driver = Driver(models[family])
-    draw = driver.engine._draw
+    draw = driver.engine.executor._draw
 
     def watched(sequences: Any, logits: torch.Tensor, *given: Any) -> list[int]:
         seen.append(logits[0].clone())
         return draw(sequences, logits, *given)
 
-    driver.engine._draw = watched  # type: ignore[method-assign]
+    driver.engine.executor._draw = watched  # type: ignore[method-assign]
     assert driver.run(make_request(tokens, new=30, policy=spec)) == [expected]
     torch.testing.assert_close(torch.stack(seen), torch.stack(expected_logits), rtol=1e-4, atol=1e-4)
     assert driver.started("request").kept_tokens == budgets.kept_tokens(spec, length)

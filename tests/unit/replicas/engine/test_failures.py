@@ -82,14 +82,14 @@ def breaking(
     driver: Driver, error: Callable[[], Exception], hits: Callable[[Any, Any], bool] = lambda ids, state: True
 ) -> Driver:
     """Return the model raises where `hits` says so of its tokens and the state of the step."""
-    engine, forward = driver.engine, driver.engine._forward
+    engine, forward = driver.engine, driver.engine.executor.forward
 
     def failing(ids: Any, positions: Any, state: Any, *given: Any) -> Any:
         if hits(ids, state):
             raise error()
         return forward(ids, positions, state, *given)
 
-    engine._forward = failing  # type: ignore[assignment]
+    engine.executor.forward = failing  # type: ignore[assignment]
     return driver
 
 

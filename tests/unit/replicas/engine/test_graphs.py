@@ -66,7 +66,7 @@ def test_who_joins_and_leaves_recorded_steps_draws_what_it_draws_alone(
     requests = crowd(count, random.Random(count))
     driver = recorded(models["llama"], quick, max_slots=6, max_queue=count, step_tokens=64)
     driver.engine.warm_up()
-    graphs = driver.engine._steps.graphs
+    graphs = driver.engine.executor.steps.graphs
     assert graphs is not None
     before, replays = len(quick.recordings), graphs.replays
     assert driver.run(*requests) == plain(models["llama"], *requests)
@@ -81,7 +81,7 @@ def test_a_start_records_batches_of_every_size_and_ends_in_time(models: Any, qui
         now, said = itertools.count(), list[str]()
         driver = recorded(models["llama"], quick, max_slots=11, clock=lambda now=now: float(next(now)))
         driver.engine.config = driver.engine.config.model_copy(update={"compile_seconds": seconds})
-        graphs = driver.engine._steps.graphs
+        graphs = driver.engine.executor.steps.graphs
         assert graphs is not None
         graphs.seen_before = 99  # what serves is not recorded here
         driver.engine.warm_up(said.append)
@@ -96,7 +96,7 @@ def recorded(model: Any, recorder: CpuRecorder | None, **more: Any) -> Driver:
     """Return an engine whose steps are recorded when they come the second time."""
     driver = Driver(model, prefix_cache={"block_size": SIZE}, **{"step_tokens": 256, **more})
     if recorder is not None:
-        driver.engine._steps.graphs = Graphs(recorder, seen_before=1)
+        driver.engine.executor.steps.graphs = Graphs(recorder, seen_before=1)
         driver.engine.pool.is_static = True
     return driver
 
@@ -151,7 +151,7 @@ def test_a_replay_draws_what_the_calls_draw(
     ]
     driver = recorded(models["llama"], recorder)
     assert driver.run(*requests) == plain(models["llama"], *requests)
-    graphs = driver.engine._steps.graphs
+    graphs = driver.engine.executor.steps.graphs
     assert graphs is not None
     assert recorder.recordings
     assert graphs.replays >= 1
@@ -167,8 +167,8 @@ def test_what_the_host_has_to_see_is_drawn_outside(models: Any, quick: CpuRecord
     ]
     driver = recorded(models["llama"], quick)
     assert driver.run(*requests) == plain(models["llama"], *requests)
-    assert driver.engine._steps.graphs is not None
-    assert driver.engine._steps.graphs.replays >= 2
+    assert driver.engine.executor.steps.graphs is not None
+    assert driver.engine.executor.steps.graphs.replays >= 2
 
 
 def test_recordings_leave_their_logits_in_one_buffer_and_what_they_take_is_counted(
@@ -179,7 +179,7 @@ def test_recordings_leave_their_logits_in_one_buffer_and_what_they_take_is_count
     assert before >= driver.engine.pool.buffer.nbytes > 0
     requests = [make_request(prompt(18, seed=at), new=10 - 2 * at, name=str(at), block=SIZE) for at in range(3)]
     assert driver.run(*requests) == plain(models["llama"], *requests)
-    graphs = driver.engine._steps.graphs
+    graphs = driver.engine.executor.steps.graphs
     assert graphs is not None
     left = [logits for (logits, _), _ in graphs._recorded.values()]
     assert len({len(logits) for logits in left}) > 1
@@ -212,9 +212,9 @@ def test_where_nothing_can_be_recorded_steps_go_on_call_by_call(models: Any, rec
     requests = [make_request(prompt(30), new=4, policy="h2o@12", block=SIZE)]
     driver = recorded(models["llama"], recorder)
     failing.taken = 0  # type: ignore[attr-defined]
-    driver.engine._steps.graphs = Graphs(failing, seen_before=1)  # type: ignore[arg-type]
+    driver.engine.executor.steps.graphs = Graphs(failing, seen_before=1)  # type: ignore[arg-type]
     assert driver.run(*requests) == plain(models["llama"], *requests)
-    assert driver.engine._steps.graphs.replays == 0
+    assert driver.engine.executor.steps.graphs.replays == 0
     assert driver.engine.stats().failures == {"request": 0, "memory": 0, "device": 0}
 
 
@@ -236,4 +236,4 @@ def test_the_recordings_used_last_are_kept() -> None:
 
 
 def test_only_a_gpu_records_by_itself(models: Any) -> None:
-    assert Driver(models["llama"]).engine._steps.graphs is None
+    assert Driver(models["llama"]).engine.executor.steps.graphs is None

@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.families import VOCABULARY, tiny_model
-from warmkv.replicas.engine import engine
+from warmkv.replicas.engine import model_executor
 from warmkv.replicas.engine.forward import CompiledForward, LayeredForward, compiled
 from warmkv.replicas.engine.forward.layers import fingerprint
 from warmkv.replicas.loading import supported
@@ -24,7 +24,7 @@ ALL = sorted(supported.SERVED | set(FIRST))
 @pytest.fixture(autouse=True)
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(engine, "compiled", lambda model, device: LayeredForward(model))
+    monkeypatch.setattr(model_executor, "compiled", lambda model, device: LayeredForward(model))
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_an_answer_is_the_same_alone_and_among_others(models):
 def test_log_probabilities_are_those_of_the_model_whatever_is_drawn(models):
     seen: list[torch.Tensor] = []
     driver = Driver(models["llama"])
-    driver.engine.watch_logits = lambda sequences, logits: seen.append(logits[0].double())
+    driver.engine.executor.watch_logits = lambda sequences, logits: seen.append(logits[0].double())
     request = make_request(prompt(20), new=6, logprobs=2, temperature=2.0, seed=1, logit_bias=((4, 9.0),))
     (tokens,) = driver.run(request)
     told = driver.logprobs("request")

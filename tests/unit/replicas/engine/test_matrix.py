@@ -46,13 +46,13 @@ POLICIES = [
 def driven(driver: Driver, request: Any) -> tuple[list[int], torch.Tensor]:
     """Return the tokens of a request that runs alone, and the logits each was drawn from."""
     seen: list[torch.Tensor] = []
-    draw = driver.engine._draw
+    draw = driver.engine.executor._draw
 
     def watched(sequences: Any, logits: torch.Tensor, *given: Any) -> list[int]:
         seen.append(logits[0].clone())
         return draw(sequences, logits, *given)
 
-    driver.engine._draw = watched  # type: ignore[method-assign]
+    driver.engine.executor._draw = watched  # type: ignore[method-assign]
     return driver.run(request)[0], torch.stack(seen)
 
 

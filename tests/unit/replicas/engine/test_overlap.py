@@ -132,8 +132,8 @@ def test_recorded_steps_feed_each_other_on_the_device(models: Any, quick: CpuRec
     requests = in_pages(24, random.Random(5))
     driver = overlapped(recorded(models["llama"], quick, max_slots=6, max_queue=24, step_tokens=64))
     assert driver.run(*requests) == plain(models["llama"], *requests)
-    assert driver.engine._steps.graphs is not None
-    assert driver.engine._steps.graphs.replays > 24
+    assert driver.engine.executor.steps.graphs is not None
+    assert driver.engine.executor.steps.graphs.replays > 24
     assert steps_on_top(driver) > 24
 
 
@@ -188,7 +188,7 @@ def test_a_row_that_is_no_number_ends_alone() -> None:
     requests = [make_request(prompt(12, seed=at), new=14, name=str(at)) for at in range(3)]
     expected = Driver(MODELS["llama"], **OFF, step_tokens=64).run(*requests)
     driver = overlapped(Driver(MODELS["llama"], **OFF, step_tokens=64))
-    forward, steps = driver.engine._forward, 0
+    forward, steps = driver.engine.executor.forward, 0
 
     def spoiled(ids: torch.Tensor, positions: torch.Tensor, state: Any) -> torch.Tensor:
         nonlocal steps
@@ -198,7 +198,7 @@ def test_a_row_that_is_no_number_ends_alone() -> None:
             logits[1] = float("nan")
         return logits
 
-    driver.engine._forward = spoiled  # type: ignore[assignment]
+    driver.engine.executor.forward = spoiled  # type: ignore[assignment]
     driver.run(*requests)
     assert [driver.tokens("0"), driver.tokens("2")] == [expected[0], expected[2]]
     assert driver.tokens("1") == expected[1][:6]

@@ -63,14 +63,14 @@ def test_a_pass_holds_the_logits_of_a_few_positions(models, references, monkeypa
     monkeypatch.setattr(engines, "positions_at_once", lambda vocabulary, dtype_bytes: 5)
     driver = Driver(models["llama"])
     shapes: list[int] = []
-    forward = driver.engine._forward
+    forward = driver.engine.executor.forward
 
     def seen(*args):
         logits = forward(*args)
         shapes.append(len(logits))
         return logits
 
-    driver.engine._forward = seen
+    driver.engine.executor.forward = seen
     prompts = {name: prompt(17 + at, seed=at) for at, name in enumerate("abc")}
     driver.run(*[make_request(tokens, new=0, name=name, prompt_logprobs=1) for name, tokens in prompts.items()])
     assert max(shapes) <= 5 + len(prompts)  # and those that are drawn from
@@ -91,7 +91,7 @@ def test_every_token_has_one_where_the_answer_ends_at_once(models):
 
 def test_a_prompt_whose_logits_are_no_numbers_fails_alone(models, monkeypatch):
     driver = Driver(models["llama"])
-    forward, bad = driver.engine._forward, VOCABULARY - 1
+    forward, bad = driver.engine.executor.forward, VOCABULARY - 1
 
     def spoiled(ids, positions, state):
         logits = forward(ids, positions, state)
@@ -99,7 +99,7 @@ def test_a_prompt_whose_logits_are_no_numbers_fails_alone(models, monkeypatch):
             logits[(ids[0, state.places] == bad).nonzero()] = float("nan")
         return logits
 
-    monkeypatch.setattr(driver.engine, "_forward", spoiled)
+    monkeypatch.setattr(driver.engine.executor, "forward", spoiled)
     good = prompt(12)
     assert bad not in good
     driver.run(

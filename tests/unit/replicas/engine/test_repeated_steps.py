@@ -76,8 +76,8 @@ class Fault:
         self.engine, self.place, self.layer, self.hits = engine, place, layer, hits
         self.tries: list[set[str]] = []
         self.armed = self.inside = False
-        self._forward, self._draw = engine._forward, engine._draw
-        engine._forward, engine._draw = self.forward, self.draw
+        self._forward, self._draw = engine.executor.forward, engine.executor._draw
+        engine.executor.forward, engine.executor._draw = self.forward, self.draw
 
     def forward(self, ids: Any, positions: Any, state: Any) -> Any:
         if isinstance(state, DrawnOnly):

@@ -123,7 +123,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[RowBatch]:
 
 def warm(driver: Driver, seconds: float, first: Any = "kivi4", clock: Any = lambda: 0.0) -> list[str]:
     said, engine = list[str](), driver.engine
-    forward = engine._forward
+    forward = engine.executor.forward
     compile_kernels(engine.model, engine.pool, forward, engine.scheduler.room, seconds, first, said.append, clock)
     return said
 

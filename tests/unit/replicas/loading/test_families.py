@@ -22,7 +22,7 @@ PROMPT, NEW = 43, 9
 def drawn_from(driver: Driver, request: Any) -> torch.Tensor:
     """Return the logits that a request's tokens were drawn from, [new, vocabulary]."""
     seen: list[torch.Tensor] = []
-    driver.engine.watch_logits = lambda sequences, logits: seen.append(logits[0].clone())
+    driver.engine.executor.watch_logits = lambda sequences, logits: seen.append(logits[0].clone())
     driver.run(request)
     driver.finished(request.id)
     return torch.stack(seen)

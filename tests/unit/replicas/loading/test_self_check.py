@@ -28,7 +28,7 @@ def test_right_models_pass_in_every_type(family, dtype):
     checked.engine.warm_up()
     check_engine(checked.engine, said.append)
     assert said == ["comparing logits with the model's own forward"]
-    assert checked.engine.watch_logits is None
+    assert checked.engine.executor.watch_logits is None
     assert checked.engine.scheduler.step_tokens == 16
     assert not checked.engine.pool.slots
 

@@ -11,7 +11,7 @@ import torch
 from tests.unit.replicas.conftest import Driver, make_request, random_model
 from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import EngineConfig
-from warmkv.replicas.engine import engine
+from warmkv.replicas.engine import model_executor
 from warmkv.replicas.engine.forward import CompiledForward, LayeredForward, compiles
 from warmkv.replicas.engine.forward.layers import Layers
 from warmkv.replicas.loading import packed_weights
@@ -45,7 +45,7 @@ def compiled(request: pytest.FixtureRequest, unpacked: LoadedModel) -> Driver:
     with pytest.MonkeyPatch.context() as patch:
         backend, forward = request.param
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-        patch.setattr(engine, "compiled", lambda model, device: forward(model))
+        patch.setattr(model_executor, "compiled", lambda model, device: forward(model))
         driver = Driver(unpacked, compile="on", max_slots=8, step_tokens=40)
     said: list[str] = []
     driver.engine.warm_up(said.append)
@@ -87,7 +87,7 @@ def test_compiled_passes_draw_what_eager_ones_do_and_are_never_built_again(
         ]
 
     expected = [Driver(unpacked, compile="off").run(request)[0] for request in requests("eager")]
-    forward = compiled.engine._forward
+    forward = compiled.engine.executor.forward
     passes = spied(forward, monkeypatch)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert compiled.run(*requests("together")) == expected  # they join one by one, and leave at different lengths
@@ -110,13 +110,13 @@ def test_compiled_layers_and_recorded_steps_draw_what_eager_ones_do_on_a_gpu() -
         ]
 
     driver = Driver(loaded, max_slots=8, step_tokens=40)
-    assert isinstance(driver.engine._forward, LayeredForward)
+    assert isinstance(driver.engine.executor.forward, LayeredForward)
     driver.engine.warm_up()
     expected = Driver(loaded, compile="off", step_tokens=40).run(*requests("eager"))
     assert driver.run(*requests("together")) == expected
     assert driver.run(*requests("again")) == expected
-    assert driver.engine.graphs is not None
-    assert driver.engine.graphs.replays > 50
+    assert driver.engine.executor.steps.graphs is not None
+    assert driver.engine.executor.steps.graphs.replays > 50
     assert [driver.run(request)[0] for request in requests("alone")] == expected
 
 
@@ -180,8 +180,8 @@ def test_where_nothing_can_be_compiled_decoding_stays_eager_unless_it_must_not(
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(CompiledForward, "build", failing)  # a machine without a compiler
-    driver = Driver(unpacked, compile="on")
-    driver.engine.config = driver.engine.config.model_copy(update={"compile": choice})
+    monkeypatch.setattr(model_executor, "compiles", lambda config, device: True)  # as on a GPU
+    driver = Driver(unpacked, compile=choice)
     if choice == "on":
         with pytest.raises(RuntimeError, match="no compiler"):
             driver.engine.warm_up()

@@ -93,14 +93,14 @@ def alone(model: Any, count: int) -> list[list[int]]:
 
 def test_a_batch_decodes_padded_and_draws_what_each_draws_alone(in_pages: None, models: Any) -> None:
     busy, batches = driver(models["llama"]), list[tuple[int, int]]()
-    forward = busy.engine._forward
+    forward = busy.engine.executor.forward
 
     def watched(ids: torch.Tensor, positions: torch.Tensor, state: Any) -> torch.Tensor:
         if ids.shape[1] == 1:
             batches.append((len(state.slots), len(ids)))
         return forward(ids, positions, state)
 
-    busy.engine._forward = watched  # type: ignore[assignment]
+    busy.engine.executor.forward = watched  # type: ignore[assignment]
     assert busy.run(*requests(7)) == alone(models["llama"], 7)
     assert {count for count, _ in batches} >= {1, 2, 3, 5, 6}
     assert all(padded == padded_batch(count) for count, padded in batches)
@@ -175,8 +175,8 @@ def test_what_a_step_reads_lies_where_it_lay_while_requests_come_and_go(
             seen.append(tuple(tensor.data_ptr() for tensor in held))
         return forward(ids, positions, state)
 
-    forward = busy.engine._forward
-    busy.engine._forward = watched  # type: ignore[assignment]
+    forward = busy.engine.executor.forward
+    busy.engine.executor.forward = watched  # type: ignore[assignment]
     while len(seen) < count:
         if len(busy.engine.scheduler.everyone()) < 8 and chance.random() < 0.3:
             number += 1

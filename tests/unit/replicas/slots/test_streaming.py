@@ -29,14 +29,14 @@ def test_a_stream_of_many_times_the_context_is_as_exact_as_a_short_one(models, p
     new = soaked(times, least=50) * TRAINED
     long = Driver(models["llama"], max_context=TRAINED, prefix_cache={"enabled": False})
     sizes, furthest = set(), [0]
-    forward = long.engine._forward
+    forward = long.engine.executor.forward
 
     def watched(ids: torch.Tensor, positions: torch.Tensor, state: Any) -> torch.Tensor:
         furthest[0] = max(furthest[0], int(positions.max()))
         sizes.add(long.engine.pool.allocated_bytes)
         return forward(ids, positions, state)
 
-    long.engine._forward = watched  # type: ignore[method-assign]
+    long.engine.executor.forward = watched  # type: ignore[method-assign]
     sinks = prompt(4)
     tokens, logits = driven(long, make_request(sinks, new=new, policy=policy))
     assert furthest[0] < TRAINED
@@ -50,7 +50,7 @@ def test_a_stream_of_many_times_the_context_is_as_exact_as_a_short_one(models, p
         seen.append(logits[0].clone())
         return [next(forced)]
 
-    short.engine._draw = draw  # type: ignore[method-assign]
+    short.engine.executor._draw = draw  # type: ignore[method-assign]
     short.run(make_request(sinks, new=reach + 1, policy=policy))
     slack = 1e-3 if "fp8" not in policy else 0.1
     torch.testing.assert_close(logits[-1], seen[-1], rtol=slack, atol=slack)
