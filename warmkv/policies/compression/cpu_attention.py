@@ -62,6 +62,11 @@ def load() -> bool:
     return _kernels is not None
 
 
+def is_loaded() -> bool:
+    """Return True if there are kernels to be used."""
+    return _kernels is not None
+
+
 def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Return True if `attend` takes q [1, q_heads, n, d] and k and v [1, kv_heads, m, d], and is faster than torch."""
     least = LEAST_QUERIES if keys.shape[2] > query.shape[2] else LEAST_ALONE
@@ -69,7 +74,7 @@ def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def takes_rows(query: Tensor, *others: Tensor) -> bool:
-    """Return True if `attend_rows` takes q [n, group, d], a key and a value [n, d], and keys and values [n, C, d]."""
+    """Return True if `attend_rows` takes q [places, group, d], and a key and a value [places, d]."""
     return query.shape[2] % CHANNELS == 0 and _reads(query, *others)
 
 
@@ -107,24 +112,25 @@ def attend_rows(
     values: Tensor,
     entries: Tensor,
     lengths: Tensor,
+    places: Tensor,
     scale: float,
-) -> Tensor:
-    """Put key and value [n, d] to `entries` int64 [n] of keys and values [n, C, d], and attend q [n, group, d].
+    out: Tensor,
+) -> None:
+    """Attend rows anywhere in memory, each with the query at its place in q [places, group, d].
 
-    Each row sees its first `lengths` int64 [n] entries. Returns the shape of q, zeros in rows without entries. Raises
+    keys, values int64 [n] are the addresses of rows [capacity, d] without gaps. What is at the row's place of key and
+    value [places, d] is put to its entry of int64 [n]; then it sees its first `lengths` int64 [n] entries. `out`
+    [places, group, d], without gaps, takes what each gets at its place, zeros in rows without entries. Raises
     RuntimeError if there is no memory; nothing has changed then.
     """
     assert _kernels is not None
-    n, group, d = query.shape
-    out, entries, lengths = query.new_empty(n, group, d), entries.contiguous(), lengths.contiguous()
+    _, group, d = query.shape
     failed = _kernels.rows(
-        *(each.data_ptr() for each in (query, key, value, keys, values, out, entries, lengths)), n, group, d,
-        *query.stride()[:2], key.stride(0), value.stride(0), *keys.stride()[:2], *values.stride()[:2],
-        scale, torch.get_num_threads(),
+        *(each.data_ptr() for each in (query, key, value, keys, values, out, entries, lengths, places)), len(places),
+        group, d, *query.stride()[:2], key.stride(0), value.stride(0), scale, torch.get_num_threads(),
     )  # fmt: skip
     if failed:
         raise RuntimeError("there is no memory to attend in")
-    return out
 
 
 def _compile() -> Kernels:
@@ -141,7 +147,7 @@ def _compile() -> Kernels:
     chunk, rows = library.warmkv_attend, library.warmkv_attend_rows
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     chunk.argtypes = [*[pointer] * 4, *[number] * 13, ctypes.c_double, number, ctypes.c_int]
-    rows.argtypes = [*[pointer] * 8, *[number] * 11, ctypes.c_double, ctypes.c_int]
+    rows.argtypes = [*[pointer] * 9, *[number] * 7, ctypes.c_double, ctypes.c_int]
     chunk.restype = rows.restype = ctypes.c_int
     return Kernels(chunk, rows)
 
@@ -152,8 +158,10 @@ def _check() -> None:
     query, keys, values = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (4, 2, 2))
     expected = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=0.25, enable_gqa=True)
     found = attend(query, keys, values, 0.25, 0)
-    rows, at = query[0, :, -1].view(2, 2, 16), torch.full((2,), 39)
+    rows, at, last = query[0, :, -1].view(2, 2, 16), torch.full((2,), 39), torch.empty(2, 2, 16)
     new = keys[0, :, -1].clone(), values[0, :, -1].clone()
-    last = attend_rows(rows, *new, keys[0], values[0], at, at + 1, 0.25).view(4, 16)
-    if not all(torch.allclose(*each, atol=CLOSE) for each in ((found, expected), (last, expected[0, :, -1]))):
+    of_keys, of_values = (torch.tensor([head.data_ptr() for head in each[0]]) for each in (keys, values))
+    attend_rows(rows, *new, of_keys, of_values, at, at + 1, torch.arange(2), 0.25, last)
+    both = (found, expected), (last.view(4, 16), expected[0, :, -1])
+    if not all(torch.allclose(*each, atol=CLOSE) for each in both):
         raise RuntimeError("they compute something else than torch")

@@ -1,4 +1,4 @@
-"""One decode step over many slots: all rows advance together, and every layer attends slab by slab."""
+"""One decode step over many slots: all rows advance together, and layers attend by kernels or slab by slab."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from warmkv.policies.compression import cpu_attention
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, RowMetadata
 from warmkv.replicas.slots.kernels import LaunchProgress
 from warmkv.replicas.slots.paged import PagedSlab
+from warmkv.replicas.slots.plain_rows import PlainRows, SlabRows
 from warmkv.replicas.slots.row_tables import RowBatch, padded_batch
 from warmkv.replicas.slots.rows import Bools, Ints, advance, take_pending_packs
 from warmkv.replicas.slots.slabs import Slab
@@ -117,6 +119,7 @@ class DecodeState:
                     pages[:, span] = slab.written(self._done.entries[span])
             self._tables.take(pool.rows, self._done, active, ages, shifts, pages)
         self._parts: dict[int, list[_Part]] = {layer: [] for layer in range(pool.shape.layers)}
+        self._plain: dict[int, PlainRows] = {}  # of slabs of the layers, those that one call may attend
         if in_slabs:
             self._plan_slabs(at, active, ages, shifts, failed)
 
@@ -142,6 +145,7 @@ class DecodeState:
             target=np.where(active, index, self._rows),
         )
         device = self._inv_freq.device
+        plain: dict[int, list[SlabRows]] = {}  # by layer
         numbers = torch.from_numpy(np.stack(host)).to(device, non_blocking=True)
         sit_out = (state.count > 0) & ~active
         for slab, span in self._spans:
@@ -168,6 +172,17 @@ class DecodeState:
             )
             for layer in slab.layers:
                 self._parts[layer].append(part)
+            if cpu_attention.is_loaded() and slab.is_plain and not self._pool.batch_invariant:
+                rows = used + span.start
+                own = SlabRows(slab, used, host.entries[rows], host.lengths[rows], index[rows])
+                for layer in slab.layers:
+                    plain.setdefault(layer, []).append(own)
+        made: dict[tuple[int, ...], PlainRows] = {}  # layers have mostly the same rows
+        for layer, parts in plain.items():
+            name = tuple(map(id, parts))
+            if name not in made:
+                made[name] = PlainRows.of(parts)
+            self._plain[layer] = made[name]
 
     def begin(self) -> None:
         """Upload what the step is told, and pack the groups that leave their tails, in all layers at once.
@@ -222,7 +237,13 @@ class DecodeState:
         keys, values = key.reshape(self._rows, head_dim), value.reshape(self._rows, head_dim)
         if (sinks := softmax.sinks) is not None:  # of the query heads of every row
             softmax = replace(softmax, sinks=sinks.view(-1, queries.shape[1]).repeat(len(query), 1))
-        for part in self._parts[layer]:
+        parts, plain = self._parts[layer], self._plain.get(layer)
+        if plain is not None and softmax.is_plain and cpu_attention.takes_rows(queries, keys, values):
+            if out is None:
+                out = queries.new_empty(self._rows + 1, *queries.shape[1:])
+            plain.attend(layer, queries, keys, values, softmax.scale, out)
+            parts = [part for part in parts if not part.slab.is_plain]
+        for part in parts:
             if part.whole:
                 return part.attend(layer, queries, keys, values, softmax).view_as(query)
             if out is None:

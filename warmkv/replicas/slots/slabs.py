@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from warmkv.policies.compression import cpu_attention
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policy_spec import STORAGES
@@ -49,7 +48,7 @@ class Slab:
         self._kv_heads = shape.kv_heads
         self.memory = RowMemory.allocate(kind, len(layers), rows, shape.head_dim, dtype, device)
         # Whether rows hold their entries as they are, see all of them, and keep nothing beside.
-        self._is_plain = self.storage.plain and not (kind.grouped or kind.aged or kind.page or kind.rebased)
+        self.is_plain = self.storage.plain and not (kind.grouped or kind.aged or kind.page or kind.rebased)
         self.is_fused = kernels.reads(self.storage, dtype, device)  # attended by kernels, which find rows by themselves
         self._counting = torch.arange(max(rows, kind.packed), device=device)
         self.state = RowTable.of_kind(kind, rows)
@@ -159,10 +158,6 @@ class Slab:
         if done.entries is None:
             done.entries = self._places(at, step)
         kind, used, memory = self.kind, step.numbers, self.memory
-        if self._is_plain and softmax.is_plain and step.alone is None:
-            rows = query, key, value, memory.keys[0][at, :n], memory.values[0][at, :n]
-            if cpu_attention.takes_rows(*rows):
-                return cpu_attention.attend_rows(*rows, done.entries, used.packed, softmax.scale)
         entries = self._write(at, step, done.entries, key, value)
         if kind.page:
             if not done.attended:

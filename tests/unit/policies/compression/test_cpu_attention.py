@@ -114,21 +114,29 @@ def test_rows_take_a_token_and_attend_to_what_they_have(lengths, group, dim, lar
     for row, length in enumerate(lengths):
         keys[row, length:] = values[row, length:] = float("nan")  # nobody reads it
     entries = torch.tensor([seed % length for length in lengths])
-    key, value = torch.randn(2, dim, rows, generator=generator).transpose(1, 2).contiguous()
+    places = torch.randperm(rows + 2, generator=generator)[:rows]  # in a batch that has others
+    key, value = torch.randn(2, dim, rows + 2, generator=generator).transpose(1, 2).contiguous()
     expected_slab = slab.clone()
-    expected_slab[0, 1, range(rows), entries], expected_slab[1, 2, range(rows), entries + 1] = key, value
-    query = torch.randn(group, rows, dim, generator=generator).transpose(0, 1)
+    expected_slab[0, 1, range(rows), entries] = key[places]
+    expected_slab[1, 2, range(rows), entries + 1] = value[places]
+    query = torch.randn(group, rows + 2, dim, generator=generator).transpose(0, 1)
+    of_keys, of_values = (torch.tensor([row.data_ptr() for row in each]) for each in (keys, values))
+    found = torch.full((rows + 2, group, dim), -7.0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = cpu_attention.attend_rows(query, key, value, keys, values, entries, torch.tensor(lengths), dim**-0.5)
+        cpu_attention.attend_rows(
+            query, key, value, of_keys, of_values, entries, torch.tensor(lengths), places, dim**-0.5, found
+        )
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(slab, expected_slab, rtol=0, atol=0, equal_nan=True)
-    for row, length in enumerate(lengths):
-        weights = torch.softmax(query[row].double() @ keys[row, :length].double().T * dim**-0.5, dim=1)
+    for row, (place, length) in enumerate(zip(places.tolist(), lengths, strict=True)):
+        weights = torch.softmax(query[place].double() @ keys[row, :length].double().T * dim**-0.5, dim=1)
         expected = weights @ values[row, :length].double()
-        torch.testing.assert_close(found[row].double(), expected, atol=3e-6 * large, rtol=0)
+        torch.testing.assert_close(found[place].double(), expected, atol=3e-6 * large, rtol=0)
+    others = sorted({*range(rows + 2)} - {*places.tolist()})
+    assert (found[others] == -7.0).all()
 
 
 def test_they_are_not_used_before_they_are_loaded():
@@ -169,7 +177,7 @@ def chunk_of_zeros(query, keys, values, out, kv_heads, group, n, m, dim, *rest):
     return 0
 
 
-def rows_of_zeros(query, key, value, keys, values, out, entries, lengths, rows, group, dim, *rest):
+def rows_of_zeros(query, key, value, keys, values, out, entries, lengths, places, rows, group, dim, *rest):
     ctypes.memset(out, 0, 4 * rows * group * dim)
     return 0
 

@@ -54,8 +54,11 @@ def test_full_cache_equals_transformers_alone_and_in_a_mixed_batch(tiny, plain, 
 
 
 @pytest.mark.skipif(not has_kernels, reason="needs g++ and a CPU with AVX-512")
-@pytest.mark.parametrize("policy", ["full", "snapkv@60", "adakv@60:window=16", "streaming_llm@60"])
-def test_answers_are_the_same_through_the_kernels_of_cpus(tiny, text, policy, monkeypatch):
+@pytest.mark.parametrize(
+    ("policy", "plain"),  # requests whose rows hold entries as they are: no sinks that are rotated
+    [("full", 4), ("snapkv@60", 4), ("adakv@60:window=16", 4), ("streaming_llm@60", 1)],
+)
+def test_answers_are_the_same_through_the_kernels_of_cpus(tiny, text, policy, plain, monkeypatch):
     lengths = [1, 64, 333, 700]
     requests = [make_request(text[:n], new=16, name=str(n), policy=policy, ignore_eos=True) for n in lengths]
     expected = Driver(tiny, step_tokens=128).run(*requests)
@@ -63,12 +66,12 @@ def test_answers_are_the_same_through_the_kernels_of_cpus(tiny, text, policy, mo
     calls, attend_rows = [], cpu_attention.attend_rows
 
     def counted(*given):
-        calls.append(len(given[0]))
+        calls.append(len(given[7]))
         return attend_rows(*given)
 
     monkeypatch.setattr(cpu_attention, "attend_rows", counted)
     assert Driver(tiny, step_tokens=128).run(*requests) == expected
-    assert calls
+    assert max(calls) == plain * tiny.kv_shape.kv_heads  # in slots of several sizes, by one call
 
 
 # Without knorm: in the first layer a token's key has the same norm wherever it stands, so rounding decides.

@@ -10,9 +10,9 @@ namespace {
 
 struct Call {
   const float *q, *key, *value;
-  float *k, *v, *out;
-  const int64_t *entries, *lengths;
-  int64_t rows, group, dim, q_row, q_head, key_row, value_row, k_row, k_entry, v_row, v_entry;
+  float *const *k, *const *v, *out;
+  const int64_t *entries, *lengths, *places;
+  int64_t rows, group, dim, q_place, q_head, key_place, value_place;
   float scale;
   int threads;
 };
@@ -37,24 +37,24 @@ class Attention {
   float* const scratch;
 
   void attend(int64_t row, float* scratch) {
-    const int64_t dim = call.dim, group = call.group, length = call.lengths[row];
+    const int64_t dim = call.dim, group = call.group, length = call.lengths[row], place = call.places[row];
     float *tile = scratch, *query = tile + WIDTH * dim, *sums = query + group * dim, *logits = sums + group * dim,
           *most = logits + group * KEYS, *total = most + group;
     for (int64_t g = 0; g < group; g++)
-      for (int64_t c = 0; c < dim; c++) query[g * dim + c] = call.q[row * call.q_row + g * call.q_head + c] * call.scale;
+      for (int64_t c = 0; c < dim; c++) query[g * dim + c] = call.q[place * call.q_place + g * call.q_head + c] * call.scale;
     std::fill_n(sums, group * dim, 0.0f);
     std::fill_n(most, group, HIDDEN);
     std::fill_n(total, group, 0.0f);
-    float *k = call.k + row * call.k_row, *v = call.v + row * call.v_row;
+    float *k = call.k[row], *v = call.v[row];
     const int64_t entry = call.entries[row];
-    std::memcpy(k + entry * call.k_entry, call.key + row * call.key_row, sizeof(float) * dim);
-    std::memcpy(v + entry * call.v_entry, call.value + row * call.value_row, sizeof(float) * dim);
-    for (int64_t at = 0; at < length; at += KEYS, k += KEYS * call.k_entry, v += KEYS * call.v_entry) {
+    std::memcpy(k + entry * dim, call.key + place * call.key_place, sizeof(float) * dim);
+    std::memcpy(v + entry * dim, call.value + place * call.value_place, sizeof(float) * dim);
+    for (int64_t at = 0; at < length; at += KEYS, k += KEYS * dim, v += KEYS * dim) {
       const int64_t count = std::min(KEYS, length - at), next = std::min(KEYS, length - at - count);
       for (int64_t j = 0; j < count; j += WIDTH) {
-        fetch(v + j * call.v_entry, call.v_entry, std::min(WIDTH, count - j));
+        fetch(v + j * dim, std::min(WIDTH, count - j));
         for (int64_t c = 0; c < dim; c += WIDTH)
-          transpose(k + j * call.k_entry + c, call.k_entry, std::min(WIDTH, count - j), WIDTH, tile + c * WIDTH, WIDTH);
+          transpose(k + j * dim + c, dim, std::min(WIDTH, count - j), WIDTH, tile + c * WIDTH, WIDTH);
         by_heads([&](auto heads, int64_t g) { dot(heads, query + g * dim, tile, logits + g * KEYS + j); });
       }
       for (int64_t g = 0; g < group; g++) {
@@ -68,21 +68,20 @@ class Attention {
         most[g] = largest;
       }
       for (int64_t j = 0; j < count; j += WIDTH) {
-        fetch(k + (KEYS + j) * call.k_entry, call.k_entry, std::min(WIDTH, next - j));
+        fetch(k + (KEYS + j) * dim, std::min(WIDTH, next - j));
         by_heads([&](auto heads, int64_t g) {
-          add(heads, logits + g * KEYS + j, v + j * call.v_entry, std::min(WIDTH, count - j), sums + g * dim);
+          add(heads, logits + g * KEYS + j, v + j * dim, std::min(WIDTH, count - j), sums + g * dim);
         });
       }
     }
-    float* out = call.out + row * group * dim;
+    float* out = call.out + place * group * dim;
     for (int64_t g = 0; g < group; g++)
       for (int64_t c = 0; c < dim; c++) out[g * dim + c] = length ? sums[g * dim + c] / total[g] : 0.0f;
   }
 
   // Have entries that are read soon on their way from memory meanwhile.
-  void fetch(const float* first, int64_t stride, int64_t count) {
-    for (int64_t j = 0; j < count; j++)
-      for (int64_t c = 0; c < call.dim; c += WIDTH) __builtin_prefetch(first + j * stride + c, 0, 2);
+  void fetch(const float* first, int64_t count) {
+    for (int64_t c = 0; c < count * call.dim; c += WIDTH) __builtin_prefetch(first + c, 0, 2);
   }
 
   // Call for as many heads at once as there are registers for.
@@ -120,9 +119,9 @@ class Attention {
     Lanes even[HEADS][PARTS], odd[HEADS][PARTS] = {};
     for (int64_t g = 0; g < HEADS; g++)
       for (int64_t i = 0; i < PARTS; i++) even[g][i] = load(sums + g * call.dim + i * WIDTH);
-    for (int64_t j = 0; j < count / 2 * 2; j += 2, v += 2 * call.v_entry)
+    for (int64_t j = 0; j < count / 2 * 2; j += 2, v += 2 * call.dim)
       for (int64_t i = 0; i < PARTS; i++) {
-        const Lanes first = load(v + i * WIDTH), second = load(v + call.v_entry + i * WIDTH);
+        const Lanes first = load(v + i * WIDTH), second = load(v + call.dim + i * WIDTH);
         for (int64_t g = 0; g < HEADS; g++) {
           even[g][i] += weights[g * KEYS + j] * first;
           odd[g][i] += weights[g * KEYS + j + 1] * second;
@@ -138,17 +137,16 @@ class Attention {
 
 }  // namespace
 
-// Put key and value [rows, dim] to `entries` of k and v [rows, n, dim], and attend q [rows, group, dim] to the first
-// `lengths` entries of each row; out is contiguous, and 0 in rows without any. dim is a multiple of 16, channels are
+// Put what is at each row's place of key and value [places, dim] to its entry of k and v, and attend the query at its
+// place of q [places, group, dim] to its first `lengths` entries. k and v are the addresses of rows [n, dim] without
+// gaps; out [places, group, dim] has none either, and 0 in rows without entries. dim is a multiple of 16, channels are
 // contiguous. Returns 0, or 1 without memory; nothing has changed then.
-extern "C" int warmkv_attend_rows(const float* q, const float* key, const float* value, float* k, float* v, float* out,
-                                  const int64_t* entries, const int64_t* lengths, int64_t rows, int64_t group,
-                                  int64_t dim, int64_t q_row, int64_t q_head, int64_t key_row, int64_t value_row,
-                                  int64_t k_row, int64_t k_entry, int64_t v_row, int64_t v_entry, double scale,
-                                  int threads) {
-  const Call call{q,   key,   value,  k,       v,         out,   entries, lengths, rows,    group,
-                  dim, q_row, q_head, key_row, value_row, k_row, k_entry, v_row,   v_entry, static_cast<float>(scale),
-                  threads};
+extern "C" int warmkv_attend_rows(const float* q, const float* key, const float* value, float* const* k,
+                                  float* const* v, float* out, const int64_t* entries, const int64_t* lengths,
+                                  const int64_t* places, int64_t rows, int64_t group, int64_t dim, int64_t q_place,
+                                  int64_t q_head, int64_t key_place, int64_t value_place, double scale, int threads) {
+  const Call call{q,    key,   value, k,       v,      out,       entries,     lengths,                   places,
+                  rows, group, dim,   q_place, q_head, key_place, value_place, static_cast<float>(scale), threads};
   try {
     Attention(call).run();
     return 0;
