@@ -96,6 +96,40 @@ class Jobs:
         """Return the seconds from the end of the job that this one waits for to its arrival."""
         return self._turns[number].think
 
+    def keep(self, job: Job) -> None:
+        """Keep what became of a job; the object is needed no more."""
+        number, place = job.number, self._places.get(job.replica)
+        if place is None:
+            place = self._places[job.replica] = len(self.replicas)
+            self.replicas.append(job.replica)
+        self.arrival[number], self.gateway[number], self.replica[number] = job.arrival, job.gateway, place
+        self.submitted[number], self.started[number] = job.submitted, job.started
+        self.first[number], self.finished[number] = job.first, job.finished
+        self.hit[number], self.blocks_found[number] = job.hit, job.blocks_found
+        self.reused[number], self.written[number], self.read[number] = job.reused, job.written, job.read
+        self.retries[number], self.resumptions[number] = job.retries, job.resumptions
+        self.preemptions[number], self.failed[number] = job.num_preemptions, job.failed
+
+    @property
+    def block_size(self) -> int:
+        """Return that of the first job, which is that of all."""
+        return int(self.records.block_size[0]) if len(self) else 1
+
+    def column(self, name: str, since: int = 0) -> NDArray[Any]:
+        """Return one of the public columns, from a job on."""
+        values: array[Any] = getattr(self, name)
+        return np.frombuffer(values, dtype=values.typecode)[since:]
+
+    @property
+    def slot_bytes(self) -> Ints:
+        """Return the bytes of each job's slot."""
+        return np.array([slot_bytes for *_, slot_bytes, _, _, _ in self.sizes], dtype=np.int64)
+
+    def served(self, since: int = 0) -> Ints:
+        """Return the numbers of the jobs, from one on, that a replica has served."""
+        found: Ints = np.flatnonzero(self.column("replica", since)) + since
+        return found
+
     def _made(self, start: int, stop: int) -> list[Job]:
         """Make jobs that are to run: many at once take half the time."""
         part, records = slice(start, stop), self.records
@@ -137,37 +171,3 @@ class Jobs:
         job.retries, job.resumptions = self.retries[number], self.resumptions[number]
         job.num_preemptions, job.failed = self.preemptions[number], bool(self.failed[number])
         return job
-
-    def keep(self, job: Job) -> None:
-        """Keep what became of a job; the object is needed no more."""
-        number, place = job.number, self._places.get(job.replica)
-        if place is None:
-            place = self._places[job.replica] = len(self.replicas)
-            self.replicas.append(job.replica)
-        self.arrival[number], self.gateway[number], self.replica[number] = job.arrival, job.gateway, place
-        self.submitted[number], self.started[number] = job.submitted, job.started
-        self.first[number], self.finished[number] = job.first, job.finished
-        self.hit[number], self.blocks_found[number] = job.hit, job.blocks_found
-        self.reused[number], self.written[number], self.read[number] = job.reused, job.written, job.read
-        self.retries[number], self.resumptions[number] = job.retries, job.resumptions
-        self.preemptions[number], self.failed[number] = job.num_preemptions, job.failed
-
-    @property
-    def block_size(self) -> int:
-        """Return that of the first job, which is that of all."""
-        return int(self.records.block_size[0]) if len(self) else 1
-
-    def column(self, name: str, since: int = 0) -> NDArray[Any]:
-        """Return one of the public columns, from a job on."""
-        values: array[Any] = getattr(self, name)
-        return np.frombuffer(values, dtype=values.typecode)[since:]
-
-    @property
-    def slot_bytes(self) -> Ints:
-        """Return the bytes of each job's slot."""
-        return np.array([slot_bytes for *_, slot_bytes, _, _, _ in self.sizes], dtype=np.int64)
-
-    def served(self, since: int = 0) -> Ints:
-        """Return the numbers of the jobs, from one on, that a replica has served."""
-        found: Ints = np.flatnonzero(self.column("replica", since)) + since
-        return found

@@ -114,7 +114,7 @@ class Run:
     @property
     def usages(self) -> list[Usage]:
         """Return the usages of served requests, in that order."""
-        return [bills.billed(self.jobs[number], self.lifetimes) for number in self.jobs.served().tolist()]
+        return [bills.billed(job, self.lifetimes) for job in self.jobs if job.replica]
 
 
 def replay(
