@@ -182,10 +182,11 @@ def test_bits_of_replicas_that_left_are_used_again():
 def test_the_index_knows_what_it_takes():
     keys = pack([blake2b(number.to_bytes(4), digest_size=16).digest() for number in range(50_000)])
     tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
     index = PrefixIndex()
     for replica in REPLICAS:
         index.add(replica, keys[: 320_000 if replica == REPLICAS[0] else 400_000])
-    used = tracemalloc.get_traced_memory()[0]
+    used = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert used == pytest.approx(index.nbytes, rel=0.05)
     assert index.nbytes / len(index) <= 60
