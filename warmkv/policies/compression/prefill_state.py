@@ -234,10 +234,10 @@ class PrefillState:
         start = end - query.shape[2]
         first = self._first_seen(start, softmax.window)
         keys, values = self.keys[layer, None, :, first:end], self.values[layer, None, :, first:end]
+        if flash.takes(query, keys, values, softmax):
+            return flash.attend(query, keys, values, softmax)
         if not softmax.is_plain:
             return attend(query[0], keys[0], values[0], start, first, softmax)[None]
-        if flash.takes(query, keys, values):
-            return flash.attend(query, keys, values, softmax.scale, softmax.window)
         if cpu_attention.takes(query, keys, values):
             return cpu_attention.attend(query, keys, values, softmax.scale, softmax.window)
         if start >= LEAST_BEFORE and query.shape[2] > 1 and not softmax.window and query.device.type == "cpu":
@@ -267,10 +267,10 @@ class PrefillState:
         for tile in tiles(start, end, self._query_tile):
             first, rows = self._first_seen(tile.begin, softmax.window), tile.queries(query, start)
             keys, values = (tile.seen(each[layer, None], first) for each in (self.keys, self.values))
-            if not softmax.is_plain:
+            if flash.takes(rows, keys, values, softmax):
+                out = flash.attend(rows, keys, values, softmax)
+            elif not softmax.is_plain:
                 out = attend(rows[0], keys[0], values[0], tile.begin, first, softmax)[None]
-            elif flash.takes(rows, keys, values):
-                out = flash.attend(rows, keys, values, softmax.scale, softmax.window)
             else:
                 mask = self._mask(softmax.window, tile.begin, tile.stop)
                 out = F.scaled_dot_product_attention(

@@ -1,13 +1,15 @@
-"""Attention of chunks by torch's flash kernel, which runs on GPUs only.
+"""Attention of chunks by flash kernels, torch's and FlashAttention 4's, which run on GPUs only.
 
-Here an obvious one of the same contract stands in for it, and tensors without data tell what is called and allocated.
+Here obvious ones of the same contracts stand in for them, and tensors without data tell what is called and allocated.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,17 +51,52 @@ def stand_in(
     assert key.shape[1] == max_k
     assert dropout_p == 0
     assert not any(rest.values())
-    out, ahead = torch.empty_like(query), max_k - max_q
+    out = obvious(query, key, value, scale, is_causal, (window_size_left, window_size_right))
+    return out, *(query.new_empty(0) for _ in range(4))
+
+
+def fourth(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    learnable_sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Stand in for `flash_attn.cute.flash_attn_func`, by whose contract a softcap of 0 is none."""
+    out = obvious(query, key, value, softmax_scale, causal, window_size, softcap or None, learnable_sink)
+    return out, query.new_empty(0)
+
+
+def obvious(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    is_causal: bool,
+    window: tuple[int | None, int | None],
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend one query after the other; q [1, n, q_heads, d], k, v [1, m, kv_heads, d] as of `stand_in`."""
+    out, ahead = torch.empty_like(query), key.shape[1] - query.shape[1]
     for head in range(query.shape[2]):
         keys, values = (each[0, :, head // (query.shape[2] // key.shape[2])] for each in (key, value))
-        for i in range(max_q):
+        for i in range(query.shape[1]):
             own = ahead + i
-            first = 0 if window_size_left is None else max(0, own - window_size_left)
-            last = max_k if window_size_right is None else min(max_k, own + window_size_right + 1)
+            first = 0 if window[0] is None else max(0, own - window[0])
+            last = key.shape[1] if window[1] is None else min(key.shape[1], own + window[1] + 1)
             last = min(last, own + 1) if is_causal else last
-            weights = (keys[first:last] @ query[0, i, head] * scale).softmax(0)
-            out[0, i, head] = weights @ values[first:last]
-    return out, *(query.new_empty(0) for _ in range(4))
+            logits = keys[first:last] @ query[0, i, head] * scale
+            if softcap is not None:
+                logits = softcap * (logits / softcap).tanh()
+            powers = logits.exp()
+            total = powers.sum() if sinks is None else powers.sum() + sinks[head].exp()
+            out[0, i, head] = (powers / total) @ values[first:last]
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +113,13 @@ def state(tokens: int, window: int, *, dtype: torch.dtype = torch.float32, devic
     return PrefillState(keys, keys.clone(), q_heads=HEADS, windows=(0, window) if window else ())
 
 
-def attend(prompt: PrefillState, tensors: list[Tensor], start: int, stop: int) -> Tensor:
+PLAIN = Softmax(DIM**-0.5)
+
+
+def attend(prompt: PrefillState, tensors: list[Tensor], start: int, stop: int, softmax: Softmax = PLAIN) -> Tensor:
     """Compute positions start..stop of all layers; q, k and v [1, n, heads, d] are transposed as models do."""
     prompt.begin_chunk(stop - start)
     q, k, v = (each[:, start:stop].transpose(1, 2) for each in tensors)
-    softmax = Softmax(DIM**-0.5)
     out = [prompt.attend(0, q, k, v, softmax), prompt.attend_drawn(1, q, k, v, softmax)]
     out.append(prompt.attend(1, q, k, v, softmax))
     prompt.end_chunk()
@@ -104,6 +143,31 @@ def test_a_prompt_cut_anywhere_is_attended_to_as_without_the_kernel(
             patch.setattr(flash, "takes", lambda *given: True)
             got = attend(prompt, tensors, start, stop)
         torch.testing.assert_close(got, attend(plain, tensors, start, stop), rtol=1e-5, atol=1e-6)
+
+
+@given(
+    tokens=st.integers(2, 12),
+    cuts=st.sets(st.integers(1, 11), max_size=4),
+    window=st.sampled_from([0, 1, 3, 20]),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.booleans(),
+    tile=st.sampled_from([0, 4]),
+)
+def test_the_fourth_attends_with_capped_logits_and_sinks_too(
+    tokens: int, cuts: set[int], window: int, softcap: float | None, sinks: bool, tile: int
+) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    tensors = [torch.randn(1, tokens, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    softmax = Softmax(DIM**-0.5, softcap, torch.randn(HEADS, generator=generator) if sinks else None)
+    places = [0, *sorted(cut for cut in cuts if cut < tokens), tokens]
+    prompt, plain = state(tokens, window), state(tokens, window)
+    prompt._query_tile = tile
+    for start, stop in pairwise(places):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flash, "takes", lambda *given: True)
+            patch.setattr(flash, "_fourth", lambda kind: fourth)
+            got = attend(prompt, tensors, start, stop, softmax)
+        torch.testing.assert_close(got, attend(plain, tensors, start, stop, softmax), rtol=1e-5, atol=1e-6)
 
 
 class Recorder(TorchDispatchMode):
@@ -175,24 +239,90 @@ def test_without_the_kernel_a_mask_would_be_found(monkeypatch: pytest.MonkeyPatc
 def test_channels_that_the_kernel_would_pad_are_left_to_torch(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "can_use_flash_attention", lambda params: True)
     q = torch.empty(1, HEADS, 3, dim, dtype=torch.bfloat16, device="meta")
-    assert flash.takes(q, q[:, :KV_HEADS], q[:, :KV_HEADS]) == (dim == 64)
+    assert flash.takes(q, q[:, :KV_HEADS], q[:, :KV_HEADS], PLAIN) == (dim == 64)
+    assert not flash.takes(q, q[:, :KV_HEADS], q[:, :KV_HEADS], Softmax(DIM**-0.5, softcap=1.5))
     q = torch.empty(1, HEADS, 3, dim, dtype=torch.bfloat16)
-    assert not flash.takes(q, q[:, :KV_HEADS], q[:, :KV_HEADS])
+    assert not flash.takes(q, q[:, :KV_HEADS], q[:, :KV_HEADS], PLAIN)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let kinds be asked for as on an H100, on which a tensor for trial lies anywhere."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **rest: torch.empty(*shape, **rest))
+    flash._fourth.cache_clear()
+    yield
+    flash._fourth.cache_clear()
+
+
+def kind(**different: Any) -> flash._Kind:
+    given = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "q_heads": HEADS, "kv_heads": KV_HEADS}
+    given |= {"head_dim": DIM, "is_windowed": False, "softcap": None, "sinks": None}
+    return flash._Kind(**{**given, **different})
+
+
+def test_the_fourth_is_tried_once_for_every_kind_of_layer(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def counting(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        tried.append(options)
+        return fourth(*tensors, **{"softmax_scale": 1.0, **options})
+
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=counting))
+    kinds = [kind(), kind(is_windowed=True), kind(softcap=1.5), kind(sinks=torch.bfloat16)]
+    assert [flash._fourth(each) for each in (*kinds, *kinds)] == 8 * [counting]
+    assert [each["window_size"] for each in tried] == [(None, None), (0, 0), (None, None), (None, None)]
+    assert [each["softcap"] for each in tried] == [0.0, 0.0, 1.5, 0.0]
+    assert tried[3]["learnable_sink"].shape == (HEADS,)
+    assert flash._fourth(kind(dtype=torch.float32)) is None
+
+
+def test_where_the_fourth_fails_torch_attends(
+    on_hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("no such head dimension")
+
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=refuses))
+    assert flash._fourth(kind()) is None
+    assert "no such head dimension" in caplog.text
+    flash._fourth.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)  # as if it were not installed
+    caplog.clear()
+    assert flash._fourth(kind()) is None
+    assert not caplog.text
+
+
+def test_before_hopper_the_fourth_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=fourth))
+    flash._fourth.cache_clear()
+    assert flash._fourth(kind()) is None
+    flash._fourth.cache_clear()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("by", ["torch", "fourth", "fourth, capped", "fourth, sinks"])
 @pytest.mark.parametrize("window", [0, 1, 100])
 @pytest.mark.parametrize(("start", "count"), [(0, 300), (77, 300), (1000, 1), (1000, 130)])
-def test_the_kernel_itself_attends_as_float32_does(start: int, count: int, window: int) -> None:
+def test_the_kernel_itself_attends_as_float32_does(
+    start: int, count: int, window: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "torch":
+        monkeypatch.setattr(flash, "_fourth", lambda kind: None)
+    else:
+        pytest.importorskip("flash_attn.cute", reason="FlashAttention 4 is not installed")
     generator = torch.Generator().manual_seed(start + count)
     dim, heads = 64, (HEADS, KV_HEADS, KV_HEADS)
     tensors = [torch.randn(1, n, start + count, dim, generator=generator).to("cuda", torch.bfloat16) for n in heads]
     query, keys, values = tensors[0][:, :, start:], *tensors[1:]
-    assert flash.takes(query, keys, values)
-    got = flash.attend(query, keys, values, dim**-0.5, window)
-    left = (window - 1, 0) if window else (None, None)
+    sinks = torch.randn(HEADS, generator=generator).to("cuda", torch.bfloat16) if "sinks" in by else None
+    softmax = Softmax(dim**-0.5, 1.5 if "capped" in by else None, sinks, window)
+    assert flash.takes(query, keys, values, softmax)
+    got = flash.attend(query, keys, values, softmax)
     rows = (each.float().cpu().transpose(1, 2) for each in (query, keys, values))
-    options = {"scale": dim**-0.5, "window_size_left": left[0], "window_size_right": left[1]}
-    expected = stand_in(*rows, None, None, count, start + count, 0.0, True, False, **options)[0].transpose(1, 2)
+    left = (window - 1, 0) if window else (None, None)
+    sinks = None if sinks is None else sinks.float().cpu()
+    expected = obvious(*rows, softmax.scale, True, left, softmax.softcap, sinks).transpose(1, 2)
     torch.testing.assert_close(got.float().cpu(), expected, rtol=2e-2, atol=2e-2)
