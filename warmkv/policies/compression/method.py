@@ -138,7 +138,10 @@ class Method:
         return budgets.layer_budgets(self.spec, prompt.tokens, prompt.layers)
 
     def choose(self, scores: Tensor, ends: tuple[int, int], budget: int, prompt: PrefillState) -> Tensor:
-        """Return positions [kv_heads, n], ascending, of the best tokens between the ends and of the ends."""
+        """Return positions [heads, n], ascending, of the best tokens between the ends and of the ends.
+
+        The heads are those of one layer, or of several where each chooses for itself.
+        """
         from warmkv.policies.compression import selection
 
         return selection.choose_per_head(scores, ends, budget, prompt, self.spec.shots)
@@ -147,4 +150,4 @@ class Method:
         """Return positions [kv_heads, n] that a layer keeps of a prompt that exceeds its budget."""
         from warmkv.policies.compression import selection
 
-        return selection.select_layer(self, prompt, layer, budget)
+        return selection.select_layers(self, prompt, range(layer, layer + 1), budget)[0]

@@ -140,12 +140,22 @@ class PrefillState:
 
     def window_attention(self, layer: int, count: int) -> Iterator[Tensor]:
         """Yield attention of the last `count` queries on the tokens here: [kv_heads, group, some queries, tokens]."""
-        softmax, first = self.softmax(layer), self.first
-        if softmax.window:  # what the earliest of these queries sees before the view has a share of its weights
-            first = max(0, first - count + 1)
-        keys = self._whole_keys[layer, :, first:]
-        for rows in window_attention(keys, self.last_queries(layer, count), softmax):
-            yield rows[..., self.first - first :]
+        before, keys = self._seen_by_last(layer, count)
+        for rows in window_attention(keys, self.last_queries(layer, count), self.softmax(layer)):
+            yield rows[..., before:]
+
+    def window_sums(self, layer: int, count: int) -> Tensor:
+        """Sum what the last `count` queries attend to the tokens here, over queries and group: [kv_heads, tokens]."""
+        before, keys = self._seen_by_last(layer, count)
+        sums = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
+        add_column_sums(sums, self.last_queries(layer, count), keys, keys.shape[1] - count, self.softmax(layer))
+        return sums[:, before:]
+
+    def _seen_by_last(self, layer: int, count: int) -> tuple[int, Tensor]:
+        """Return the keys that the last `count` queries see, and how many of these lie before the tokens here."""
+        # What the earliest of the queries sees before the view has a share of its weights.
+        first = max(0, self.first - count + 1) if self.window(layer) else self.first
+        return self.first - first, self._whole_keys[layer, :, first:]
 
     def last_queries(self, layer: int, count: int) -> Tensor:
         """Return the last observed queries [q_heads, count, head_dim]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -41,15 +41,9 @@ def window_attention(keys: Tensor, queries: Tensor, softmax: Softmax) -> Iterato
         yield weigh(logits, None if sinks is None else sinks.expand(-1, -1, count))
 
 
-def window_sums(prompt: PrefillState, layer: int, window: int) -> Tensor:
-    """Sum the attention each token receives from the last `window` queries and over the group: [kv_heads, T]."""
-    return sum_pieces(rows.sum(dim=(1, 2)) for rows in prompt.window_attention(layer, window))
-
-
 def window_votes(prompt: PrefillState, layer: int, window: int) -> Tensor:
     """Sum the attention of a prompt's last `window` queries to the tokens before them: [kv_heads, T - window]."""
-    sums = window_sums(prompt, layer, window)
-    return sums[:, : prompt.tokens - window]
+    return prompt.window_sums(layer, window)[:, : prompt.tokens - window]
 
 
 def window_moments(prompt: PrefillState, layer: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,15 +61,6 @@ def window_moments(prompt: PrefillState, layer: int, window: int) -> tuple[Tenso
     mean = total / window
     variance = (square / window - mean.square()).clamp_(min=0) * (window / max(1, window - 1))
     return mean, variance, entropy
-
-
-def sum_pieces(pieces: Iterable[Tensor]) -> Tensor:
-    """Sum tensors of one shape, one of them in memory at a time."""
-    pieces = iter(pieces)
-    total = next(pieces)
-    for piece in pieces:
-        total += piece
-    return total
 
 
 def best(scores: Tensor, count: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +12,8 @@ from warmkv.policies import budgets
 from warmkv.policies.compression import shotkv
 from warmkv.policies.compression.method import Method
 from warmkv.policies.compression.prefill_state import PrefillState
-from warmkv.policies.compression.scoring import NONE, best, window_sums
+from warmkv.policies.compression.scoring import NONE, best
+from warmkv.policies.compression.softmax import LOGITS_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +32,45 @@ def select(method: Method, prompt: PrefillState) -> list[Selection]:
     """Return what each layer keeps of a prompt."""
     if method.delegates:
         return select(method.resolve(prompt.tokens).method, prompt)
-    compressed = budgets.is_compressed(method.spec, prompt.tokens)
-    kept = method.content_budgets(prompt) if compressed else [prompt.tokens] * prompt.layers
-    return [
-        _select_in_window(method, prompt.in_window(layer), layer, budget, compressed)
-        for layer, budget in enumerate(kept)
-    ]
+    if not budgets.is_compressed(method.spec, prompt.tokens):
+        views = [prompt.in_window(layer) for layer in range(prompt.layers)]
+        return [_selection(method, view, layer, _all(view)) for layer, view in enumerate(views)]
+    selections: list[Selection] = []
+    kept = method.content_budgets(prompt)
+    for layers in _together(method, prompt, kept):
+        view = prompt.in_window(layers.start)
+        budget = min(kept[layers.start], view.tokens)
+        if len(layers) == 1:
+            chosen = [method.select_layer(view, layers.start, budget)]
+        else:
+            chosen = select_layers(method, view, layers, budget)
+        selections += [_selection(method, view, layer, each) for layer, each in zip(layers, chosen, strict=True)]
+    return selections
 
 
-def _select_in_window(method: Method, prompt: PrefillState, layer: int, budget: int, compressed: bool) -> Selection:
-    """Select among the tokens that a layer's window shows."""
-    if compressed:
-        positions = method.select_layer(prompt, layer, min(budget, prompt.tokens))
-    else:
-        positions = torch.arange(prompt.tokens, device=prompt.keys.device).expand(prompt.kv_heads, -1)
+def _together(method: Method, prompt: PrefillState, kept: Sequence[int]) -> Iterator[range]:
+    """Yield neighbouring layers whose tokens are chosen by the launches of one: as many, and each head for itself."""
+    alike = method.has_scores and not method.shares_heads and not method.spec.shots
+    most = max(1, LOGITS_AT_ONCE // (prompt.kv_heads * prompt.tokens)) if alike else 1
+    begin = 0
+    for layer in range(1, prompt.layers + 1):
+        if (
+            layer == prompt.layers
+            or kept[layer] != kept[begin]
+            or layer - begin == most
+            or prompt.window(layer) != 0
+            or prompt.window(begin) != 0
+        ):
+            yield range(begin, layer)
+            begin = layer
+
+
+def _all(prompt: PrefillState) -> Tensor:
+    return torch.arange(prompt.tokens, device=prompt.keys.device).expand(prompt.kv_heads, -1)
+
+
+def _selection(method: Method, prompt: PrefillState, layer: int, positions: Tensor) -> Selection:
+    """Return a layer's selection, by positions among the tokens that its window shows."""
     attention = None
     if method.spec.decode == "argmin":
         attention = received_attention(method, prompt, layer).gather(1, positions.clamp(min=0))
@@ -53,8 +80,8 @@ def _select_in_window(method: Method, prompt: PrefillState, layer: int, budget: 
     return replace(selection, positions=torch.where(positions < 0, NONE, positions + prompt.first))
 
 
-def select_layer(method: Method, prompt: PrefillState, layer: int, budget: int) -> Tensor:
-    """Return the ends and the best tokens between them: positions [kv_heads, n], ascending."""
+def select_layers(method: Method, prompt: PrefillState, layers: range, budget: int) -> list[Tensor]:
+    """Return the ends and the best tokens between them, of each layer: positions [kv_heads, n], ascending."""
     budget = min(budget, prompt.tokens)
     first, last = method.protected_ends(budget)
     whole = first + last >= budget or budget == prompt.tokens
@@ -62,12 +89,14 @@ def select_layer(method: Method, prompt: PrefillState, layer: int, budget: int) 
         first = 0
     if whole:  # nothing is left to choose
         head, tail = _ends(prompt.tokens, (first, budget - first), prompt.keys.device)
-        return torch.cat([head, tail], dim=-1).expand(prompt.kv_heads, -1)
-    return method.choose(method.score(prompt, layer, budget), (first, last), budget, prompt)
+        return [torch.cat([head, tail], dim=-1).expand(prompt.kv_heads, -1)] * len(layers)
+    scores = [method.score(prompt, layer, budget) for layer in layers]
+    chosen = method.choose(scores[0] if len(scores) == 1 else torch.cat(scores), (first, last), budget, prompt)
+    return list(torch.split(chosen, prompt.kv_heads))
 
 
 def choose_per_head(scores: Tensor, ends: tuple[int, int], budget: int, prompt: PrefillState, shots: bool) -> Tensor:
-    """Return positions [kv_heads, budget], ascending: the ends and each head's best tokens, or units, between them."""
+    """Return positions [heads, budget], ascending: the ends and each head's best tokens, or units, between them."""
     first, last = ends
     tokens = scores.shape[1]
     between = scores[:, first : tokens - last]
@@ -95,6 +124,6 @@ def received_attention(method: Method, prompt: PrefillState, layer: int) -> Tens
         assert prompt.column_sums is not None
         return prompt.column_sums[layer]
     if observed := budgets.observed_queries(method.spec, prompt.tokens):
-        sums = window_sums(prompt, layer, min(observed, prompt.tokens))
+        sums = prompt.window_sums(layer, min(observed, prompt.tokens))
         return sums.sum(dim=0, keepdim=True).expand_as(sums) if method.keeps_alike() else sums
     return torch.zeros(prompt.keys.shape[1:3], dtype=torch.float32, device=prompt.keys.device)

@@ -39,7 +39,5 @@ class TOVA(Method):
         return not self.spec.per_head
 
     def score(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
-        from warmkv.policies.compression.scoring import window_sums
-
-        sums = window_sums(prompt, layer, 1)
+        sums = prompt.window_sums(layer, 1)
         return sums.sum(dim=0, keepdim=True).expand_as(sums) if self.keeps_alike() else sums
