@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from warmkv.replicas.engine.forward import Compiled, ModelRunner
+from warmkv.replicas.engine.forward import Forward
 from warmkv.replicas.engine.graphs import Graphs
 from warmkv.replicas.engine.passes import Pass
 from warmkv.replicas.engine.sampling import pick
@@ -15,8 +15,6 @@ from warmkv.replicas.engine.scheduler import Sequence
 from warmkv.replicas.engine.step_inputs import StepInputs, upload
 from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.step_buffer import StepBuffer
-
-Forward = ModelRunner | Compiled
 
 Drawn = tuple[Tensor, Tensor | None]
 """Logits [batch, vocabulary], and tokens [batch] that are drawn from them as they are, if they were drawn."""

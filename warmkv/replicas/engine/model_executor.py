@@ -14,8 +14,8 @@ from warmkv.config import EngineConfig
 from warmkv.replicas.constraints.masks import Masks
 from warmkv.replicas.engine import step_inputs
 from warmkv.replicas.engine.batch_invariant import InvariantRunner
-from warmkv.replicas.engine.decode_step import DecodeSteps, Forward
-from warmkv.replicas.engine.forward import Compiled, ModelRunner, compiled, compiles
+from warmkv.replicas.engine.decode_step import DecodeSteps
+from warmkv.replicas.engine.forward import Compiled, Forward, ModelRunner, compiled, compiles
 from warmkv.replicas.engine.graphs import graphs_on
 from warmkv.replicas.engine.passes import Pass
 from warmkv.replicas.engine.sampling import NO_TOKEN, Draws, draw, note_prompt_logprobs

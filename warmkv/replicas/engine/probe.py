@@ -10,7 +10,7 @@ from torch import Tensor
 from warmkv.policies import compression
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.engine.faults import NotFiniteError, is_sticky
-from warmkv.replicas.engine.forward import Compiled, ModelRunner
+from warmkv.replicas.engine.forward import Forward
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.slot import SlotRequest
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 TOKENS = 16
 
 
-def works(model: LoadedModel, pool: SlotPool, forward: ModelRunner | Compiled, limit: int) -> bool:
+def works(model: LoadedModel, pool: SlotPool, forward: Forward, limit: int) -> bool:
     """Tell whether a device computes what is known to be sound. Raises errors after which it never will again."""
     try:
         probe(model, pool, forward, limit)
@@ -32,7 +32,7 @@ def works(model: LoadedModel, pool: SlotPool, forward: ModelRunner | Compiled, l
     return True
 
 
-def probe(model: LoadedModel, pool: SlotPool, forward: ModelRunner | Compiled, limit: int) -> None:
+def probe(model: LoadedModel, pool: SlotPool, forward: Forward, limit: int) -> None:
     """Compute a prompt and, if a slot fits within `limit` bytes of slabs, a decode step; not while a step is halfway.
 
     Raises what the device raises, NotFiniteError where its logits are not finite.

@@ -10,7 +10,7 @@ import torch
 
 from warmkv.policies.compression import cpu_attention
 from warmkv.policy_spec import STORAGES, PolicySpec, Storage
-from warmkv.replicas.engine.forward import Compiled, ModelRunner
+from warmkv.replicas.engine.forward import Compiled, Forward
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams
 from warmkv.replicas.slots import kernels
@@ -42,7 +42,7 @@ def compile_model(forward: Compiled, say: Callable[[str], None]) -> None:
 def compile_kernels(
     model: LoadedModel,
     pool: SlotPool,
-    forward: ModelRunner | Compiled,
+    forward: Forward,
     limit: int,
     seconds: float,
     first: Storage,

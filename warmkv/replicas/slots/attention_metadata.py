@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from warmkv.replicas.slots.rows import Ints
@@ -38,7 +40,7 @@ class Progress:
     attended: bool = False  # bounds of pages and scores have the new tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttentionMetadata:
     """What a slab does in a decode step, made once for all its layers, n rows."""
 
@@ -46,7 +48,8 @@ class AttentionMetadata:
     rows: Tensor  # [n] 0..n-1
     full: Tensor | None  # [n] bool: argmin rows that give up an entry for the new one; None if no row does
     reach: int  # packed entries up to the last that any row uses
-    bias: Tensor | None  # [n, reach + front + tail] 0 where an entry is seen, -inf elsewhere; None if all are
+    masked: bool  # whether rows do not see all of these, and what waits
+    dtype: torch.dtype
     uncompressed_tail: Tensor | None  # bool [n, front + tail] what is seen of them
     angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
     most_reads: int
@@ -57,6 +60,20 @@ class AttentionMetadata:
     @property
     def used(self) -> int:
         return len(self.rows)
+
+    @cached_property
+    def bias(self) -> Tensor | None:
+        """Return [n, reach + front + tail] 0 where an entry is seen, -inf elsewhere; None if all are.
+
+        Made when it is first asked for: where a kernel for CPUs attends the rows, nobody does.
+        """
+        if not self.masked:
+            return None
+        packed = self.numbers.packed[:, None]
+        seen = torch.arange(self.reach, device=packed.device) < packed
+        if self.uncompressed_tail is not None:
+            seen = torch.cat([seen, self.uncompressed_tail], dim=1)
+        return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
     def take(self, failed: AttentionMetadata) -> None:
         """Go on where a step failed that had at least these rows."""

@@ -125,18 +125,13 @@ class Slab:
         reach = int(host.packed.max())
         rows = np.flatnonzero(active).tolist() if alone else []
         uncompressed_tail = self._upload(seen_uncompressed(self.state.first(n), active, kind)) if kind.grouped else None
-        bias: Tensor | None = None
-        if not kind.page and (kind.grouped or reach > host.packed.min()):
-            packed = self._counting[:reach] < device.packed[:, None]
-            seen = packed if uncompressed_tail is None else torch.cat([packed, uncompressed_tail], dim=1)
-            bias = torch.zeros(seen.shape, dtype=self.dtype, device=self._device)
-            bias.masked_fill_(~seen, float("-inf"))
         return AttentionMetadata(
             numbers=device,
             rows=self._counting[:n],
             full=self._upload(full) if kind.decode == "argmin" and not kind.grouped and full.any() else None,
             reach=reach,
-            bias=bias,
+            masked=not kind.page and (kind.grouped or bool(reach > host.packed.min())),
+            dtype=self.dtype,
             uncompressed_tail=uncompressed_tail,
             angles=device.rerotated.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
             most_reads=int(host.reads.max()) if kind.page else 0,

@@ -3,4 +3,6 @@
 from warmkv.replicas.engine.forward.compiled import Compiled, CompiledForward, LayeredForward, compiled, compiles
 from warmkv.replicas.engine.forward.eager import ModelRunner
 
-__all__ = ["Compiled", "CompiledForward", "LayeredForward", "ModelRunner", "compiled", "compiles"]
+Forward = ModelRunner | Compiled
+
+__all__ = ["Compiled", "CompiledForward", "Forward", "LayeredForward", "ModelRunner", "compiled", "compiles"]
