@@ -34,10 +34,10 @@ def race(arena: Arena) -> None:
         f"warmkv for slots and prompts together, of the peer for pages alone; snapkv keeps {load.budget} tokens"
     )
     ours = {"warmkv_snapkv": PolicySpec(name="snapkv", budget=load.budget), "warmkv_full": PolicySpec()}
-    contestants: dict[str, Callable[[Requests], float]] = {}
-    for name, policy in ours.items():
-        running = engine(arena.models, setting, max_slots=load.requests, kv_bytes=limit, step_tokens=load.chunk)
-        contestants[name] = partial(serve, running, policy)
+    running = engine(arena.models, setting, max_slots=load.requests, kv_bytes=limit, step_tokens=load.chunk)
+    contestants: dict[str, Callable[[Requests], float]] = {
+        name: partial(serve, running, policy) for name, policy in ours.items()
+    }
     contestants[PAGED] = partial(_serve_paged, arena)
     for name, contestant in list(contestants.items()):
         arena.say(f"warming up serving: {name}")
