@@ -31,7 +31,7 @@ def test_a_step_has_a_token_for_every_sequence_and_auto_follows_the_device():
     with pytest.raises(ConfigError, match="write auto, or a whole number from 1 on; got 'many'"):
         load(flags=["engine.step_tokens=many"], environ={})
     few, many = EngineConfig(), EngineConfig(max_slots=3000)
-    assert [few.tokens_per_step(on_gpu=gpu) for gpu in (False, True)] == [1024, 768]
+    assert [few.tokens_per_step(on_gpu=gpu) for gpu in (False, True)] == [1024, 2048]
     assert many.tokens_per_step(on_gpu=False) == 3000
     assert EngineConfig(step_tokens=20).tokens_per_step(on_gpu=True) == 20
     assert EngineConfig(step_tokens=8, max_slots=9).tokens_per_step(on_gpu=True) == 9

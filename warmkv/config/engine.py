@@ -10,10 +10,10 @@ from warmkv.config.base import AutoBytes, AutoTokens, Section, planned
 from warmkv.config.capabilities import Capabilities
 from warmkv.policy_spec import PolicySpec
 
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 1024, 768
-"""Tokens of a step where `engine.step_tokens` is auto. Of an 8B model a GPU's arithmetic takes nearly as long as their
-launches take the host, and 80 GB hold a prompt of 128K tokens beside a full cache of it. On a CPU several prompts at
-once leave more steps that only decode."""
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 1024, 2048
+"""Tokens of a step where `engine.step_tokens` is auto. Of an 8B model a GPU's arithmetic takes twice as long as their
+launches take the host, and others wait 40 ms for their next token. On a CPU several prompts at once leave more steps
+that only decode."""
 
 
 EngineKind = Literal["warmkv", "vllm"]

@@ -22,6 +22,9 @@ HEAD_DIM_MULTIPLE = 8
 """Of the channels that kernels take as they are; `scaled_dot_product_attention` copies others into padded ones."""
 HOPPER = (9, 0)
 """The compute capability as of which FlashAttention 4 is faster than torch's kernel."""
+LEAST_WORK = 1 << 27
+"""Queries times keys times query heads below which torch's kernel is done sooner where either attends: FlashAttention 4
+takes half of its time, but its call in Python 0.1 ms more of the host's."""
 
 
 class _Kind(NamedTuple):
@@ -41,7 +44,7 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> bool
     """Return True if a kernel attends q [1, q_heads, n, d] to keys and values [1, kv_heads, m, d] on this device."""
     if query.device.type == "cpu" or query.shape[-1] % HEAD_DIM_MULTIPLE:
         return False
-    if _fourth(_kind(query, keys, softmax)) is not None:
+    if _chosen(query, keys, softmax) is not None:
         return True
     # Asked without `is_causal`, which there means causal from the first key on, and is refused where n < m.
     return softmax.is_plain and can_use_flash_attention(SDPAParams(query, keys, values, None, 0.0, False, True))
@@ -57,7 +60,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Ten
     q, k, v = (each.transpose(1, 2) for each in (query, keys, values))
     left, right = (softmax.window - 1, 0) if softmax.window else (None, None)  # keys before and behind its own
     out: Tensor
-    if fourth := _fourth(_kind(query, keys, softmax)):
+    if fourth := _chosen(query, keys, softmax):
         out, _ = fourth(
             q, k, v, softmax_scale=softmax.scale, causal=True, window_size=(left, right),
             softcap=softmax.softcap or 0.0, learnable_sink=softmax.sinks,
@@ -72,12 +75,15 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Ten
     return out.transpose(1, 2)
 
 
-def _kind(query: Tensor, keys: Tensor, softmax: Softmax) -> _Kind:
-    _, q_heads, _, head_dim = query.shape
+def _chosen(query: Tensor, keys: Tensor, softmax: Softmax) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return FlashAttention 4's function where it attends in less time, or alone knows the softmax."""
+    _, q_heads, queries, head_dim = query.shape
     sinks = None if softmax.sinks is None else softmax.sinks.dtype
-    return _Kind(
+    kind = _Kind(
         query.device, query.dtype, q_heads, keys.shape[1], head_dim, softmax.window > 0, softmax.softcap, sinks
     )
+    fourth = _fourth(kind)  # tried, and so compiled, by the first chunk of all
+    return None if softmax.is_plain and queries * keys.shape[2] * q_heads < LEAST_WORK else fourth
 
 
 @lru_cache(maxsize=64)

@@ -166,6 +166,7 @@ def test_the_fourth_attends_with_capped_logits_and_sinks_too(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flash, "takes", lambda *given: True)
             patch.setattr(flash, "_fourth", lambda kind: fourth)
+            patch.setattr(flash, "LEAST_WORK", 0)
             got = attend(prompt, tensors, start, stop, softmax)
         torch.testing.assert_close(got, attend(plain, tensors, start, stop, softmax), rtol=1e-5, atol=1e-6)
 
@@ -245,6 +246,15 @@ def test_channels_that_the_kernel_would_pad_are_left_to_torch(dim: int, monkeypa
     assert not flash.takes(q, q[:, :KV_HEADS], q[:, :KV_HEADS], PLAIN)
 
 
+def test_torch_attends_few_queries_to_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_fourth", lambda kind: fourth)
+    keys = torch.empty(1, 8, 8192, 64, device="meta")
+    few, many = (torch.empty(1, 32, count, 64, device="meta") for count in (256, 768))
+    capped = Softmax(DIM**-0.5, softcap=1.5)
+    assert [flash._chosen(query, keys, PLAIN) for query in (few, many)] == [None, fourth]
+    assert [flash._chosen(query, keys, capped) for query in (few, many)] == [fourth, fourth]
+
+
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let kinds be asked for as on an H100, on which a tensor for trial lies anywhere."""
@@ -313,6 +323,7 @@ def test_the_kernel_itself_attends_as_float32_does(
         monkeypatch.setattr(flash, "_fourth", lambda kind: None)
     else:
         pytest.importorskip("flash_attn.cute", reason="FlashAttention 4 is not installed")
+        monkeypatch.setattr(flash, "LEAST_WORK", 0)
     generator = torch.Generator().manual_seed(start + count)
     dim, heads = 64, (HEADS, KV_HEADS, KV_HEADS)
     tensors = [torch.randn(1, n, start + count, dim, generator=generator).to("cuda", torch.bfloat16) for n in heads]
