@@ -26,7 +26,7 @@ def attend_split(
     levels, inv_freq, logits_at,
     scale, softcap,
     out, parts, peaks, totals, logits,
-    LOAD_KEYS: tl.constexpr, LOAD_VALUES: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
+    LOAD_KEYS: tl.constexpr, LOAD_VALUES: tl.constexpr, BITS: tl.constexpr,
     TYPE: tl.constexpr, FIRST: tl.constexpr, OTHERS: tl.constexpr, ALIGNED: tl.constexpr,
     KV_HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, UNCOMPRESSED_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
@@ -58,7 +58,6 @@ def attend_split(
     query_sequence, query_head = table.strides(query_sequence, query_head, HEAD_DIM)
     query += place // KV_HEADS * query_sequence + place % KV_HEADS * G * query_head
     q = tl.load(query + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0)
-    wide = q.to(tl.float32) if WIDE else q
 
     capacity = table.number(facts, count, row, table.CAPACITY)
     length = tl.minimum(table.number(numbers, count, row, table.PACKED), capacity).to(tl.int32)
@@ -118,8 +117,8 @@ def attend_split(
             entries = tl.where(in_pages, entries % PAGE_SIZE, entries)
         k = LOAD_KEYS(keys, keys_second, keys_third, levels, start, entries, seen, BITS, D, HEAD_DIM)
         v = LOAD_VALUES(values, values_second, values_third, levels, start, entries, seen, BITS, D, HEAD_DIM)
-        k, v = k.to(wide.dtype), v.to(wide.dtype)
-        scores = _scores(wide, k, seen, scale, softcap, CAPPED, PRECISION)
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        scores = _scores(q, k, seen, scale, softcap, CAPPED, PRECISION)
         if SCORED:
             at = heads[:, None] * width + entries[None, :]
             tl.store(logits + at, scores, mask=(heads < G)[:, None] & seen[None, :] & scored)

@@ -41,11 +41,12 @@ class Tiles:
 
 
 def tiles_of(storage: StorageFormat, entry_bytes: int, page_size: int) -> Tiles:
-    """Return the tiles that were fastest on an H100; `entry_bytes` are those of a key in the model's dtype."""
+    """Return the tiles that were fastest on H100s and H200s; `entry_bytes` are those of a key in the model's dtype."""
     if storage.group > 1:
         return Tiles(storage.group, 2, 2)
     entries = max(16, min(128, _TILE_BYTES // entry_bytes))
-    return Tiles(min(entries, page_size) if page_size else entries, 4, 2 if storage.rotated else 3)
+    # Looking levels up is no load to wait for: one that goes ahead of its tile takes twice as long.
+    return Tiles(min(entries, page_size) if page_size else entries, 4, 1 if storage.rotated else 3)
 
 
 def attend(
@@ -116,7 +117,7 @@ def attend(
         chosen, counts, batch.most_reads, levels, tables.inv_freq, batch.logits_at,
         softmax.scale * math.log2(math.e), (softmax.softcap or 1.0) * math.log2(math.e),
         out, parts, peaks, totals, logits,
-        LOAD_KEYS=reader.keys, LOAD_VALUES=reader.values, BITS=storage.bits, WIDE=reader.wide, **types,
+        LOAD_KEYS=reader.keys, LOAD_VALUES=reader.values, BITS=storage.bits, **types,
         ALIGNED=batch.aligned, M=heads, **sizes, BLOCK=tiles.entries, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
         PRECISION=precision, CHOSEN=batch.paged, GROUPED=storage.group > 1, REBASED=special,
         WINDOWED=batch.windowed, CAPPED=softmax.softcap is not None, SCORED=special, WHOLE=whole,

@@ -37,7 +37,6 @@ class Reader:
     values: Any
     put: Any = None  # of formats that are packed in groups there is none: new entries wait in the model's dtype
     table: Callable[[StorageFormat, device], Tensor] | None = None
-    wide: bool = False  # whether tiles are float32 because 16 bits do not hold their numbers exactly
 
 
 @triton.jit
