@@ -60,16 +60,20 @@ def products_per_second(device: torch.device, dtype: torch.dtype, side: int) -> 
 
 
 def _chunk(arena: Arena, engine: Engine, end: int, rate: float) -> None:
-    models, spec, results = arena.models, PolicySpec(), arena.results
-    tokens = min(engine.scheduler.step_tokens, end // 2)
+    models, spec, results, whole = arena.models, PolicySpec(), arena.results, engine.scheduler.step_tokens
+    tokens = min(whole, end // 2)
     random = synthetic.random_keys_and_values(models.warm, end + 1, arena.setting.seed)
     prompt = synthetic.random_prompt(models.warm, spec, random)
     times = []
 
     def compute() -> None:
         synthetic.begin_chunk(engine, spec, prompt, end - tokens)
-        engine.step()
-        synthetic.end_all(engine)
+        engine.scheduler.step_tokens = tokens  # a token is left, so that no hand-off follows
+        try:
+            engine.step()
+        finally:
+            engine.scheduler.step_tokens = whole
+            synthetic.end_all(engine)
 
     for _ in range(TIMED + 1):
         stopwatch = Stopwatch(models.device)

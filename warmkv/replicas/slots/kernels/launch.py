@@ -38,15 +38,17 @@ class Tiles:
     entries: int
     warps: int
     stages: int
+    registers: int | None = None  # of a thread, at most: with fewer more programs run beside each other
 
 
-def tiles_of(storage: StorageFormat, entry_bytes: int, page_size: int) -> Tiles:
-    """Return the tiles that were fastest on H100s and H200s; `entry_bytes` are those of a key in the model's dtype."""
+def tiles_of(storage: StorageFormat, head_dim: int, dtype_bytes: int, page_size: int) -> Tiles:
+    """Return the tiles that were fastest on H100s and H200s; `head_dim` is padded, `dtype_bytes` the model's."""
     if storage.group > 1:
-        return Tiles(storage.group, 2, 2)
-    entries = max(16, min(128, _TILE_BYTES // entry_bytes))
-    # Looking levels up is no load to wait for: one that goes ahead of its tile takes twice as long.
-    return Tiles(min(entries, page_size) if page_size else entries, 4, 1 if storage.rotated else 3)
+        return Tiles(storage.group, 2, 2, 128 if head_dim * dtype_bytes <= 256 else None)
+    entries = max(16, min(128, _TILE_BYTES // (head_dim * dtype_bytes)))
+    if storage.rotated:  # whose levels are looked up: what is loaded ahead of that costs twice the time
+        return Tiles(min(entries, 32), 2, 1)
+    return Tiles(min(entries, page_size) if page_size else entries, 4, 3)
 
 
 def attend(
@@ -111,7 +113,7 @@ def attend(
     peaks = tables.workspace("peaks", (programs, group), torch.float32)
     totals = tables.workspace("totals", (programs, group), torch.float32)
     logits = tables.workspace("logits", (batch.logits * group,), torch.float32) if special else absent
-    tiles = tiles_of(storage, padded * query.element_size(), page_size)
+    tiles = tiles_of(storage, padded, dtype.itemsize, page_size)
     decode.attend_split[programs,](
         query, query.stride(0), query.stride(1), *rows, batch.tasks, batch.first_parts,
         chosen, counts, batch.most_reads, levels, tables.inv_freq, batch.logits_at,
@@ -122,7 +124,7 @@ def attend(
         PRECISION=precision, CHOSEN=batch.paged, GROUPED=storage.group > 1, REBASED=special,
         WINDOWED=batch.windowed, CAPPED=softmax.softcap is not None, SCORED=special, WHOLE=whole,
         PAGE_SIZE=page_size,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
     sinks = absent if softmax.sinks is None else softmax.sinks
     if not whole:
