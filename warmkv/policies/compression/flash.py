@@ -108,5 +108,6 @@ def _fourth(kind: _Kind) -> Callable[..., tuple[Tensor, Tensor]] | None:
     except Exception as error:  # its own for what it does not know, and those of the compiler below it
         log.warning("FlashAttention 4 is installed but does not attend, torch's kernel does: %s (%s)", error, kind)
         return None
+    log.info("FlashAttention 4 attends prompts: %s", kind)
     function: Callable[..., tuple[Tensor, Tensor]] = flash_attn_func
     return function

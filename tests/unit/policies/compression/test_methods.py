@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.replicas import slow_methods
 from warmkv.policies import budgets
-from warmkv.policies.compression import build
+from warmkv.policies.compression import build, selection
 from warmkv.policies.compression.methods.adakv import safeguarded
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.compression.shotkv import best_units
@@ -118,6 +119,38 @@ def test_budgets_hold(text, seed, tokens):
         assert counts == [[kept, kept] for kept in budgets.layer_budgets(spec, tokens, LAYERS)]
     if not budgets.is_compressed(spec, tokens):
         assert counts == [[tokens, tokens]] * LAYERS
+
+
+class Sorts(TorchDispatchMode):
+    """Count what is sorted."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operator.name().startswith("aten::sort")
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("text", "rounds"),
+    [
+        ("snapkv@20:window=4", 1),
+        ("h2o@20", 1),
+        ("pyramidkv@20:window=4", LAYERS),  # whose layers keep each as many as it does
+        ("snapkv@20+shots:window=4", LAYERS),  # shots are chosen by all heads of a layer together
+        ("adakv@20:window=4", LAYERS),
+    ],
+)
+def test_layers_that_choose_alike_choose_together(text: str, rounds: int) -> None:
+    prompt, _, _ = computed(0, 60, 2, 2, PolicySpec.model_validate(text), 64)
+    counts = []
+    for most in (1 << 22, 0):  # scores that may be sorted at once
+        with Sorts() as sorts, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(selection, "LOGITS_AT_ONCE", most)
+            build(PolicySpec.model_validate(text)).select(prompt)
+        counts.append(sorts.count)
+    together, apart = counts
+    assert together * LAYERS == apart * rounds > 0
 
 
 @settings(max_examples=100)
