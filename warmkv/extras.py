@@ -9,6 +9,7 @@ from warmkv.faults import UserError
 EXTRAS = {
     "serve": ("fastapi", "jinja2", "ray", "safetensors", "tokenizers", "torch", "transformers", "uvicorn"),
     "quantized": ("accelerate", "compressed_tensors"),
+    "flash": ("flash_attn",),
     "record": ("aiohttp", "brotli", "zstandard"),
     "route": ("zmq", "msgpack"),
     "vllm": ("vllm", "msgpack", "zmq"),

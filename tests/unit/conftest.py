@@ -37,6 +37,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield torch.device("cpu")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def attention_of_torch_in_modules() -> Iterator[None]:
+    """Let what a module shares be computed by torch's kernels as well, whichever module loaded ours before it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_attention, "_kernels", None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def attention_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attend by torch's kernels on a CPU until a test loads ours, which no other test uses then."""

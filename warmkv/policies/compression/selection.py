@@ -22,10 +22,12 @@ class Selection:
 
     `positions` int64 [kv_heads, n], ascending, ends filled up with NONE where heads differ. `attention` float32 of the
     same shape is what each kept token received from the queries that were looked at, where the decode rule needs it.
+    `exact` says that there is no NONE, so that nobody has to ask the device.
     """
 
     positions: Tensor
     attention: Tensor | None = None
+    exact: bool = False
 
 
 def select(method: Method, prompt: PrefillState) -> list[Selection]:
@@ -74,7 +76,7 @@ def _selection(method: Method, prompt: PrefillState, layer: int, positions: Tens
     attention = None
     if method.spec.decode == "argmin":
         attention = received_attention(method, prompt, layer).gather(1, positions.clamp(min=0))
-    selection = Selection(positions, attention)
+    selection = Selection(positions, attention, exact=not budgets.follows_content(method.spec, prompt.tokens))
     if not prompt.first:
         return selection
     return replace(selection, positions=torch.where(positions < 0, NONE, positions + prompt.first))

@@ -164,9 +164,8 @@ class Prompts:
         if sequence.slot is not None:
             begun = self.store.clock()
             selections = sequence.policy.select(prompt)
-            kept = round(sum(float((s.positions >= 0).sum()) for s in selections) / prompt.layers / prompt.kv_heads)
             sequence.slot.limit = room
-            self.pool.fill(sequence.slot, prompt, selections, self.store.on_device(request.hashes))
+            kept = self.pool.fill(sequence.slot, prompt, selections, self.store.on_device(request.hashes))
             self._count(sequence, kept, self.store.clock() - begun)
         sequence.prefill = None
         return HandOff(match, written, kept)

@@ -19,7 +19,9 @@ FILLED_AT_ONCE = 1 << 24
 
 
 def kept_by_head(selections: Sequence[Selection]) -> list[list[int]]:
-    """Return how many tokens each layer's heads keep; the device is waited for once."""
+    """Return how many tokens each layer's heads keep; the device is waited for once, if at all."""
+    if all(selection.exact for selection in selections):
+        return [[selection.positions.shape[1]] * len(selection.positions) for selection in selections]
     counted = torch.stack([(selection.positions >= 0).sum(dim=1) for selection in selections])
     counts: list[list[int]] = counted.tolist()
     return counts

@@ -294,20 +294,21 @@ class SlotPool:
 
     def fill(
         self, slot: Slot, prompt: PrefillState, selections: Sequence[Selection], stored: Sequence[Tensor] = ()
-    ) -> None:
+    ) -> int:
         """Hand a prompt over: each layer's rows get what was selected, and the slot decodes from now on.
 
         `stored` are the leading blocks of the prompt that the prefix cache holds on the device, which may be shared.
+        Returns how many tokens a head keeps on average.
         """
         if slot.paged:
-            self._fill_pages(slot, prompt, selections, stored)
-            return
+            return self._fill_pages(slot, prompt, selections, stored)
         counts = kept_by_head(selections)
         if slot.reserved:
             asked = [[self._row(slot.slot_request, layer, n) for n in heads] for layer, heads in enumerate(counts)]
             self._claim_set_aside(slot, wanted_rows(asked))
         hand_over(slot, self.shape, prompt, selections, counts)
         slot.tokens = prompt.tokens
+        return round(sum(map(sum, counts)) / self.shape.layers / self.shape.kv_heads)
 
     def _claim_set_aside(self, slot: Slot, wanted: Sequence[Wanted]) -> None:
         """Claim rows for which bytes were set aside."""
@@ -372,14 +373,15 @@ class SlotPool:
 
     def _fill_pages(
         self, slot: Slot, prompt: PrefillState, selections: Sequence[Selection], stored: Sequence[Tensor]
-    ) -> None:
+    ) -> int:
         slab, rows = self._take_rows(slot)
-        kept = int((selections[0].positions[0] >= 0).sum())
+        kept = kept_by_head(selections[:1])[0][0]
         _, limit = slot.slot_request.row(kept, 0)
         for row in rows:
             slab.state.start(row, slab.kind, kept=kept, limit=limit, packed_limit=0, recent=0, protected=0)
         slab.hand_over(rows[0], prompt, selections, list(itertools.takewhile(slab.accepts, stored)))
         slot.tokens = prompt.tokens
+        return kept
 
     def _resume_in_pages(self, slot: Slot, swapped: SwappedSlot, pages: SwappedPages, limit: int) -> bool:
         if not self.fit(limit - swapped.slot_bytes):
