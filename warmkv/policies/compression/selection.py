@@ -36,9 +36,9 @@ def select(method: Method, prompt: PrefillState) -> list[Selection]:
         return select(method.resolve(prompt.tokens).method, prompt)
     if not budgets.is_compressed(method.spec, prompt.tokens):
         views = [prompt.in_window(layer) for layer in range(prompt.layers)]
-        return [_selection(method, view, layer, _all(view)) for layer, view in enumerate(views)]
+        return [_selection(method, view, layer, _all(view), exact=True) for layer, view in enumerate(views)]
     selections: list[Selection] = []
-    kept = method.content_budgets(prompt)
+    kept, exact = method.content_budgets(prompt), not method.follows_content
     for layers in _together(method, prompt, kept):
         view = prompt.in_window(layers.start)
         budget = min(kept[layers.start], view.tokens)
@@ -46,7 +46,9 @@ def select(method: Method, prompt: PrefillState) -> list[Selection]:
             chosen = [method.select_layer(view, layers.start, budget)]
         else:
             chosen = select_layers(method, view, layers, budget)
-        selections += [_selection(method, view, layer, each) for layer, each in zip(layers, chosen, strict=True)]
+        selections += [
+            _selection(method, view, layer, each, exact=exact) for layer, each in zip(layers, chosen, strict=True)
+        ]
     return selections
 
 
@@ -71,12 +73,12 @@ def _all(prompt: PrefillState) -> Tensor:
     return torch.arange(prompt.tokens, device=prompt.keys.device).expand(prompt.kv_heads, -1)
 
 
-def _selection(method: Method, prompt: PrefillState, layer: int, positions: Tensor) -> Selection:
+def _selection(method: Method, prompt: PrefillState, layer: int, positions: Tensor, *, exact: bool) -> Selection:
     """Return a layer's selection, by positions among the tokens that its window shows."""
     attention = None
     if method.spec.decode == "argmin":
         attention = received_attention(method, prompt, layer).gather(1, positions.clamp(min=0))
-    selection = Selection(positions, attention, exact=not budgets.follows_content(method.spec, prompt.tokens))
+    selection = Selection(positions, attention, exact)
     if not prompt.first:
         return selection
     return replace(selection, positions=torch.where(positions < 0, NONE, positions + prompt.first))
