@@ -102,7 +102,8 @@ def least_work(view: View, config: RoutingConfig, rng: Random) -> list[str]:
 
 PEERS: dict[str, Callable[[], Policy]] = {"affinity": PrefixAffinity, "kv_aware": KVAware}
 BOUND = "bound"
-"""No rule is likely to beat it: prompts find on every replica what they would in one cache of all the memory."""
+"""No rule that decides at arrival is likely to beat it: prompts find on every replica what one cache of all the memory
+holds."""
 
 
 def race(repeats: int, seed: int, quick: bool, results: Results, say: Callable[[str], None]) -> None:
