@@ -39,6 +39,8 @@ def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> I
         if extra == "vllm" and "vllm" not in kinds:  # its environment is another one
             continue
         lacking = [module for module in modules if find_spec(module) is None]
+        if extra == "flash" and lacking:  # torch's own kernel does the same, in more time
+            continue
         said = f"lacks {', '.join(lacking)}: pip install 'warmkv[{extra}]'" if lacking else _versions(modules)
         yield DoctorFinding(f"extra {extra}", "missing" if lacking else "ok", said)
         servable = servable and not (extra == "serve" and lacking)

@@ -15,7 +15,8 @@ from torch import Tensor
 from warmkv.policies.compression.softmax import Softmax
 
 _BLOCK = 64
-_ANY = ["start", "count", "end", "window", "sums_row"]
+_ANY = ["queries_head", "queries_row", "keys_head", "start", "count", "end", "window", "sums_row"]
+"""Numbers that differ among prompts and chunks: a kernel is not compiled anew for those that 16 divides."""
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -26,6 +27,8 @@ def _log_sums(
     CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Compute the log-sum of each query's logits, in powers of two: grid (blocks of queries, q_heads)."""
+    queries_head, queries_row = _known(queries_head, HEAD_DIM), _known(queries_row, HEAD_DIM)
+    keys_head = _known(keys_head, HEAD_DIM)
     head = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     q = _rows(queries + head * queries_head, rows, queries_row, rows < count, D, HEAD_DIM)
@@ -56,6 +59,8 @@ def _column_sums(
     CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add what each key receives from all queries of its group: grid (blocks of keys, kv_heads)."""
+    queries_head, queries_row = _known(queries_head, HEAD_DIM), _known(queries_row, HEAD_DIM)
+    keys_head = _known(keys_head, HEAD_DIM)
     head = tl.program_id(1)
     begin = tl.program_id(0) * BLOCK
     columns = begin + tl.arange(0, BLOCK)
@@ -72,6 +77,14 @@ def _column_sums(
             received += tl.sum(tl.exp2(logits - log_sum[:, None]), 0)
     sums += head * sums_row + columns
     tl.store(sums, tl.load(sums, mask=columns < end, other=0.0) + received, mask=columns < end)
+
+
+@triton.jit
+def _known(stride, HEAD_DIM: tl.constexpr):
+    """Return a stride with what the compiler may know of it: it is a multiple of the head dimension."""
+    if HEAD_DIM % 16 == 0:
+        stride = tl.multiple_of(stride, 16)
+    return stride
 
 
 @triton.jit
@@ -103,9 +116,9 @@ def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, sof
     q_heads, count, _ = queries.shape
     if queries.dtype == torch.bfloat16 and queries.device.type == "cpu":  # which Triton's interpreter cannot multiply
         queries, keys = queries.float(), keys.float()
-    if queries.stride(-1) != 1:
+    if queries.stride(-1) != 1 or any(stride % head_dim for stride in queries.stride()[:2]):
         queries = queries.contiguous()
-    if keys.stride()[1:] != (head_dim, 1):
+    if keys.stride()[1:] != (head_dim, 1) or keys.stride(0) % head_dim:
         keys = keys.contiguous()
     log_sums = queries.new_empty(q_heads, count, dtype=torch.float32)
     power = math.log2(math.e)

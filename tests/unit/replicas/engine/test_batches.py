@@ -172,10 +172,10 @@ def handed_off(driver: Driver) -> dict[str, tuple[PrefillState, Any]]:
     engine, found = driver.engine, {}
     fill = engine.pool.fill
 
-    def noting(slot: Any, state: PrefillState, selections: Any, stored: Any) -> None:
+    def noting(slot: Any, state: PrefillState, selections: Any, stored: Any) -> int:
         (name,) = [each.request.id for each in engine.scheduler.prefilling if each.slot is slot]
         found[name] = state, selections
-        fill(slot, state, selections, stored)
+        return fill(slot, state, selections, stored)
 
     engine.pool.fill = noting  # type: ignore[method-assign]
     return found
