@@ -22,6 +22,8 @@ HEAD_DIM_MULTIPLE = 8
 """Of the channels that kernels take as they are; `scaled_dot_product_attention` copies others into padded ones."""
 HOPPER = (9, 0)
 """The compute capability as of which FlashAttention 4 is faster than torch's kernel."""
+TRIED = 1, 256
+"""Tokens of the trials: it compiles another kernel for queries that one tile holds, those of a KV head together."""
 LEAST_WORK = 1 << 27
 """Queries times keys times query heads below which torch's kernel is done sooner where either attends: FlashAttention 4
 takes half of its time, but its call in Python 0.1 ms more of the host's."""
@@ -60,8 +62,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Ten
     q, k, v = (each.transpose(1, 2) for each in (query, keys, values))
     left, right = (softmax.window - 1, 0) if softmax.window else (None, None)  # keys before and behind its own
     out: Tensor
-    if fourth := _chosen(query, keys, softmax):
-        out, _ = fourth(
+    if flash_attn_func := _chosen(query, keys, softmax):
+        out, _ = flash_attn_func(
             q, k, v, softmax_scale=softmax.scale, causal=True, window_size=(left, right),
             softcap=softmax.softcap or 0.0, learnable_sink=softmax.sinks,
         )  # fmt: skip
@@ -82,12 +84,12 @@ def _chosen(query: Tensor, keys: Tensor, softmax: Softmax) -> Callable[..., tupl
     kind = _Kind(
         query.device, query.dtype, q_heads, keys.shape[1], head_dim, softmax.window > 0, softmax.softcap, sinks
     )
-    fourth = _fourth(kind)  # tried, and so compiled, by the first chunk of all
-    return None if softmax.is_plain and queries * keys.shape[2] * q_heads < LEAST_WORK else fourth
+    function = _flash_attention_4(kind)  # tried, and so compiled, by the first chunk of all
+    return None if softmax.is_plain and queries * keys.shape[2] * q_heads < LEAST_WORK else function
 
 
 @lru_cache(maxsize=64)
-def _fourth(kind: _Kind) -> Callable[..., tuple[Tensor, Tensor]] | None:
+def _flash_attention_4(kind: _Kind) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Return FlashAttention 4's function if it attends on such a GPU; it is tried, which compiles it."""
     if kind.device.type != "cuda" or torch.cuda.get_device_capability(kind.device) < HOPPER or kind.dtype.itemsize != 2:
         return None
@@ -95,16 +97,17 @@ def _fourth(kind: _Kind) -> Callable[..., tuple[Tensor, Tensor]] | None:
         from flash_attn.cute import flash_attn_func
     except ImportError:
         return None
-    query, key = (
-        torch.zeros(1, 1, heads, kind.head_dim, dtype=kind.dtype, device=kind.device)
-        for heads in (kind.q_heads, kind.kv_heads)
-    )
     sinks = None if kind.sinks is None else torch.zeros(kind.q_heads, dtype=kind.sinks, device=kind.device)
     window = (0, 0) if kind.is_windowed else (None, None)
     try:
-        flash_attn_func(
-            query, key, key, causal=True, window_size=window, softcap=kind.softcap or 0.0, learnable_sink=sinks
-        )
+        for tokens in TRIED:
+            query, key = (
+                torch.zeros(1, tokens, heads, kind.head_dim, dtype=kind.dtype, device=kind.device)
+                for heads in (kind.q_heads, kind.kv_heads)
+            )
+            flash_attn_func(
+                query, key, key, causal=True, window_size=window, softcap=kind.softcap or 0.0, learnable_sink=sinks
+            )
     except Exception as error:  # its own for what it does not know, and those of the compiler below it
         log.warning("FlashAttention 4 is installed but does not attend, torch's kernel does: %s (%s)", error, kind)
         return None

@@ -55,7 +55,7 @@ def stand_in(
     return out, *(query.new_empty(0) for _ in range(4))
 
 
-def fourth(
+def flash_attn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -153,7 +153,7 @@ def test_a_prompt_cut_anywhere_is_attended_to_as_without_the_kernel(
     sinks=st.booleans(),
     tile=st.sampled_from([0, 4]),
 )
-def test_the_fourth_attends_with_capped_logits_and_sinks_too(
+def test_flash_attention_4_attends_with_capped_logits_and_sinks_too(
     tokens: int, cuts: set[int], window: int, softcap: float | None, sinks: bool, tile: int
 ) -> None:
     generator = torch.Generator().manual_seed(tokens)
@@ -165,7 +165,7 @@ def test_the_fourth_attends_with_capped_logits_and_sinks_too(
     for start, stop in pairwise(places):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flash, "takes", lambda *given: True)
-            patch.setattr(flash, "_fourth", lambda kind: fourth)
+            patch.setattr(flash, "_flash_attention_4", lambda kind: flash_attn_func)
             patch.setattr(flash, "LEAST_WORK", 0)
             got = attend(prompt, tensors, start, stop, softmax)
         torch.testing.assert_close(got, attend(plain, tensors, start, stop, softmax), rtol=1e-5, atol=1e-6)
@@ -247,12 +247,12 @@ def test_channels_that_the_kernel_would_pad_are_left_to_torch(dim: int, monkeypa
 
 
 def test_torch_attends_few_queries_to_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "_fourth", lambda kind: fourth)
+    monkeypatch.setattr(flash, "_flash_attention_4", lambda kind: flash_attn_func)
     keys = torch.empty(1, 8, 8192, 64, device="meta")
     few, many = (torch.empty(1, 32, count, 64, device="meta") for count in (256, 768))
     capped = Softmax(DIM**-0.5, softcap=1.5)
-    assert [flash._chosen(query, keys, PLAIN) for query in (few, many)] == [None, fourth]
-    assert [flash._chosen(query, keys, capped) for query in (few, many)] == [fourth, fourth]
+    assert [flash._chosen(query, keys, PLAIN) for query in (few, many)] == [None, flash_attn_func]
+    assert [flash._chosen(query, keys, capped) for query in (few, many)] == [flash_attn_func, flash_attn_func]
 
 
 @pytest.fixture
@@ -260,9 +260,9 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let kinds be asked for as on an H100, on which a tensor for trial lies anywhere."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, **rest: torch.empty(*shape, **rest))
-    flash._fourth.cache_clear()
+    flash._flash_attention_4.cache_clear()
     yield
-    flash._fourth.cache_clear()
+    flash._flash_attention_4.cache_clear()
 
 
 def kind(**different: Any) -> flash._Kind:
@@ -271,56 +271,60 @@ def kind(**different: Any) -> flash._Kind:
     return flash._Kind(**{**given, **different})
 
 
-def test_the_fourth_is_tried_once_for_every_kind_of_layer(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
+def test_flash_attention_4_is_tried_once_for_every_kind_of_layer(
+    on_hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried, lengths = [], []
 
     def counting(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         tried.append(options)
-        return fourth(*tensors, **{"softmax_scale": 1.0, **options})
+        lengths.append(tensors[0].shape[1])
+        return flash_attn_func(*tensors, **{"softmax_scale": 1.0, **options})
 
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=counting))
     kinds = [kind(), kind(is_windowed=True), kind(softcap=1.5), kind(sinks=torch.bfloat16)]
-    assert [flash._fourth(each) for each in (*kinds, *kinds)] == 8 * [counting]
-    assert [each["window_size"] for each in tried] == [(None, None), (0, 0), (None, None), (None, None)]
-    assert [each["softcap"] for each in tried] == [0.0, 0.0, 1.5, 0.0]
-    assert tried[3]["learnable_sink"].shape == (HEADS,)
-    assert flash._fourth(kind(dtype=torch.float32)) is None
+    assert [flash._flash_attention_4(each) for each in (*kinds, *kinds)] == 8 * [counting]
+    assert [each["window_size"] for each in tried] == 2 * [(None, None)] + 2 * [(0, 0)] + 4 * [(None, None)]
+    assert [each["softcap"] for each in tried] == [0.0] * 4 + [1.5] * 2 + [0.0] * 2
+    assert all(each["learnable_sink"].shape == (HEADS,) for each in tried[6:])
+    assert lengths == 4 * list(flash.TRIED)
+    assert flash._flash_attention_4(kind(dtype=torch.float32)) is None
 
 
-def test_where_the_fourth_fails_torch_attends(
+def test_where_the_flash_attention_4_fails_torch_attends(
     on_hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuses(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("no such head dimension")
 
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=refuses))
-    assert flash._fourth(kind()) is None
+    assert flash._flash_attention_4(kind()) is None
     assert "no such head dimension" in caplog.text
-    flash._fourth.cache_clear()
+    flash._flash_attention_4.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)  # as if it were not installed
     caplog.clear()
-    assert flash._fourth(kind()) is None
+    assert flash._flash_attention_4(kind()) is None
     assert not caplog.text
 
 
-def test_before_hopper_the_fourth_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_hopper_the_flash_attention_4_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=fourth))
-    flash._fourth.cache_clear()
-    assert flash._fourth(kind()) is None
-    flash._fourth.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_func=flash_attn_func))
+    flash._flash_attention_4.cache_clear()
+    assert flash._flash_attention_4(kind()) is None
+    flash._flash_attention_4.cache_clear()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("by", ["torch", "fourth", "fourth, capped", "fourth, sinks"])
+@pytest.mark.parametrize("by", ["torch", "flash_attn_func", "flash_attn_func, capped", "flash_attn_func, sinks"])
 @pytest.mark.parametrize("window", [0, 1, 100])
 @pytest.mark.parametrize(("start", "count"), [(0, 300), (77, 300), (1000, 1), (1000, 130)])
 def test_the_kernel_itself_attends_as_float32_does(
     start: int, count: int, window: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "torch":
-        monkeypatch.setattr(flash, "_fourth", lambda kind: None)
+        monkeypatch.setattr(flash, "_flash_attention_4", lambda kind: None)
     else:
         pytest.importorskip("flash_attn.cute", reason="FlashAttention 4 is not installed")
         monkeypatch.setattr(flash, "LEAST_WORK", 0)
