@@ -146,8 +146,11 @@ class Method:
 
         return selection.choose_per_head(scores, ends, budget, prompt, self.spec.shots)
 
-    def select_layer(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
-        """Return positions [kv_heads, n] that a layer keeps of a prompt that exceeds its budget."""
+    def select_layers(self, prompt: PrefillState, layers: range, budget: int) -> list[Tensor]:
+        """Return positions [kv_heads, n] that each of some layers keeps of a prompt that exceeds its budget.
+
+        They are several only of a method that `has_scores`.
+        """
         from warmkv.policies.compression import selection
 
-        return selection.select_layers(self, prompt, range(layer, layer + 1), budget)[0]
+        return selection.select_layers(self, prompt, layers, budget)

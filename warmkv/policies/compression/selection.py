@@ -42,10 +42,7 @@ def select(method: Method, prompt: PrefillState) -> list[Selection]:
     for layers in _together(method, prompt, kept):
         view = prompt.in_window(layers.start)
         budget = min(kept[layers.start], view.tokens)
-        if len(layers) == 1:
-            chosen = [method.select_layer(view, layers.start, budget)]
-        else:
-            chosen = select_layers(method, view, layers, budget)
+        chosen = method.select_layers(view, layers, budget)
         selections += [
             _selection(method, view, layer, each, exact=exact) for layer, each in zip(layers, chosen, strict=True)
         ]

@@ -40,7 +40,10 @@ class FastGen(Method):
     def needs_column_sums(self, compressed: bool) -> bool:
         return True
 
-    def select_layer(self, prompt: PrefillState, layer: int, budget: int) -> Tensor:
+    def select_layers(self, prompt: PrefillState, layers: range, budget: int) -> list[Tensor]:
+        return [self._select(prompt, layer) for layer in layers]
+
+    def _select(self, prompt: PrefillState, layer: int) -> Tensor:
         import torch
 
         from warmkv.policies.compression.scoring import best, padded_positions
