@@ -34,7 +34,7 @@ from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engines.kv_events import BlocksStored, decode
 from warmkv.replicas.loading.load import load_model
-from warmkv.replicas.protocol import Constraint, Finished, Started, TokenLogprobs
+from warmkv.replicas.protocol import Constraint, Event, Finished, Started, TokenLogprobs
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
 from warmkv.simulator.studies.replays.verify import verify
 
@@ -155,6 +155,28 @@ def test_tenants_find_nothing_of_each_other_and_marks_are_read_where_they_were_w
     assert (again.hit, again.written, again.cached_tokens) == (100, 100, 128)
     other = started(replica.answer(replica.request(tokens, marks={100: "5m"}, root=1)))
     assert (other.hit, other.cached_tokens) == (0, 0)
+
+
+def test_a_tenant_waits_for_one_request_of_another_who_asked_for_much(replica: Replica):
+    """Twelve long answers of one tenant, of which four decode together, then one of another."""
+    numbers, begun = random.Random(29), list[str]()
+
+    async def ask() -> None:
+        async def answer(root: int) -> None:
+            request = replica.request(numbers.choices(range(5, 250), k=40), 40, root=root, ignore_eos=True)
+
+            def told(event: Event) -> None:
+                if isinstance(event, Started):
+                    begun.append(request.tenant)
+
+            await asyncio.wait([replica.outputs.submit(request, told).ended])
+
+        await asyncio.gather(*(answer(root) for root in [0] * 12 + [1]))
+
+    replica.run(ask())
+    assert begun.count("0") == 12
+    assert begun.index("1") <= 5
+    assert not len(replica.engine._waiting)
 
 
 def test_a_prefix_with_a_mark_is_kept_warm_and_another_is_evicted(replica: Replica):

@@ -1,8 +1,8 @@
 """Whose request is next: first come, first served within a tenant, and among tenants by the work they were given.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): a tenant that asks for much cannot make others wait for
-more than one of its requests at a time, and an idle tenant saves up no credit. The replica's scheduler and the
-simulator run this same code.
+more than one of its requests at a time, and an idle tenant saves up no credit. The replica's scheduler, the priorities
+that vLLM is told, and the simulator run this same code.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
+Tag = tuple[float, int]
+"""Where a request begins in virtual time, and the order of arrival: the least tag is next."""
+
+NO_TAG: Tag = (0.0, 0)
 
 
 class FairQueue(Generic[Item]):
@@ -35,8 +39,8 @@ class FairQueue(Generic[Item]):
         for entry in self._entries:
             yield entry[2]
 
-    def push(self, item: Item, tenant: str, work: float, *, behind_next: bool = False) -> None:
-        """Let a request of a tenant wait; `work` is what serving it will take.
+    def push(self, item: Item, tenant: str, work: float, *, behind_next: bool = False) -> Tag:
+        """Let a request of a tenant wait; `work` is what serving it will take. Return its tag.
 
         With `behind_next` it comes after the one that is next now, whatever its tenant has been given.
         """
@@ -50,6 +54,11 @@ class FairQueue(Generic[Item]):
             insort(entries, (start, self._order, item, tenant, work))
         else:
             entries.append((start, self._order, item, tenant, work))
+        return start, self._order
+
+    def put_back(self, item: Item, tenant: str, tag: Tag) -> None:
+        """Let a request that was taken wait again with the tag that it had. Its work was charged then."""
+        insort(self._entries, (*tag, item, tenant, 0.0))
 
     def peek(self) -> Item:
         """Return the next request; it stays. Raises IndexError if none waits."""
@@ -58,7 +67,7 @@ class FairQueue(Generic[Item]):
     def pop(self) -> Item:
         """Take the next request out. Raises IndexError if none waits."""
         start, _, item, _, _ = self._entries.popleft()
-        self._now = start
+        self._now = max(self._now, start)
         self._forget()
         return item
 
@@ -74,7 +83,8 @@ class FairQueue(Generic[Item]):
         found = self._remove(item)
         if found is None:
             return False
-        self._finish[found[3]] -= found[4]  # its work is not charged
+        if found[4]:
+            self._finish[found[3]] -= found[4]  # its work is not charged
         self._forget()
         return True
 
@@ -86,6 +96,6 @@ class FairQueue(Generic[Item]):
         return None
 
     def _forget(self) -> None:
-        """Reset virtual time when the queue is empty."""
-        if not self._entries:
-            self._now, self._finish = 0.0, {}
+        """Let virtual time pass all that was charged once the queue is empty: later tags are not less than earlier."""
+        if not self._entries and self._finish:
+            self._now, self._finish = max(self._now, *self._finish.values()), {}

@@ -63,6 +63,32 @@ def test_tenants_that_come_and_go_leave_nothing_behind():
     assert not queue._finish
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), WORK, st.booleans()), max_size=60))
+def test_tags_tell_the_order_and_never_fall_behind_what_was_taken(steps):
+    queue: FairQueue[int] = FairQueue()
+    tags, taken = {}, (0.0, 0)
+    for number, (tenant, work, takes) in enumerate(steps):
+        tags[number] = queue.push(number, tenant, work)
+        assert tags[number] > taken
+        assert list(queue) == sorted(queue, key=tags.__getitem__)
+        if takes:
+            taken = tags[queue.pop()]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), WORK), min_size=1), st.data())
+def test_who_is_put_back_is_where_it_was_and_not_charged_twice(requests, data):
+    queue: FairQueue[int] = FairQueue()
+    tags = [queue.push(number, tenant, work) for number, (tenant, work) in enumerate(requests)]
+    taken = [queue.pop() for _ in range(data.draw(st.integers(1, len(requests))))]
+    rest = list(queue)
+    for number in data.draw(st.permutations(taken)):
+        queue.put_back(number, requests[number][0], tags[number])
+    assert list(queue) == taken + rest
+    assert queue.remove(taken[0])
+    late = queue.push(-1, "d", 1)
+    assert late > tags[taken[-1]]
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), WORK), min_size=1), st.data())
 def test_who_passes_others_is_charged_and_changes_nothing_for_them(requests, data):
     queue: FairQueue[int] = FairQueue()

@@ -20,6 +20,7 @@ from llguidance import LLMatcher
 from warmkv.config import Config, ConfigError, EngineConfig
 from warmkv.policies import memory_plan
 from warmkv.policies.contents import Contents
+from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas import device_memory
@@ -107,6 +108,7 @@ class VllmEngine:
         self._flushing = False
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._waiting: FairQueue[GenerateRequest] = FairQueue()  # those without a token, as vLLM's own queue has them
         self._beside: list[asyncio.Task[None]] = []
         self.stream: EventStream | None = None  # once it is followed
         self._told = asyncio.Event()  # of blocks that came to vLLM's cache, or left it
@@ -140,8 +142,10 @@ class VllmEngine:
         if not self._tasks:
             self._completions.begin(now)
             self._steps.turned = now
-        self._tasks[request.id] = task = asyncio.create_task(self._answer(request, emit))
-        task.add_done_callback(partial(self._ended, request.id))
+        work = len(request.token_ids) + request.sampling.max_tokens
+        (start, _) = self._waiting.push(request, request.tenant, work)
+        self._tasks[request.id] = task = asyncio.create_task(self._answer(request, emit, int(start)))
+        task.add_done_callback(partial(self._ended, request))
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; nothing happens if it has ended already."""
@@ -209,13 +213,15 @@ class VllmEngine:
 
     # --- an answer
 
-    async def _answer(self, request: GenerateRequest, emit: Emit) -> None:
+    async def _answer(self, request: GenerateRequest, emit: Emit, priority: int) -> None:
         arrived, sampling = self._clock(), request.sampling
         drawn, started = 0, False
         try:
-            async for output in generate(self._llm, request, self.store.salt(request), self._model.eos_ids):
+            salt, eos_ids = self.store.salt(request), self._model.eos_ids
+            async for output in generate(self._llm, request, salt, eos_ids, priority):
                 if not started:
                     started = True
+                    self._waiting.take(request)
                     emit(self._started(request, output, arrived))
                     for token in request.resume[: sampling.max_tokens]:  # its client has them: no more is told of them
                         drawn += 1
@@ -268,8 +274,9 @@ class VllmEngine:
             return Finished("cancelled", drawn)
         return Failed(f"vLLM ended the answer by {reason!r}")
 
-    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
-        del self._tasks[request_id]
+    def _ended(self, request: GenerateRequest, task: asyncio.Task[None]) -> None:
+        del self._tasks[request.id]
+        self._waiting.remove(request)
         self._completions.ended(self._clock())
 
     def _flush_soon(self) -> None:
@@ -321,8 +328,9 @@ class VllmEngine:
                 request = GenerateRequest(
                     f"touch-{next(numbers)}", prefix.token_ids, (), SamplingParams(1, 0.0), PolicySpec()
                 )
+                (start, _) = self._waiting.push(request, request.tenant, 0)
                 try:
-                    async for _ in generate(self._llm, request, salt, ()):
+                    async for _ in generate(self._llm, request, salt, (), int(start)):
                         pass
                     self._touched += 1
                 except Exception:
@@ -330,6 +338,8 @@ class VllmEngine:
                         return
                     log.exception("a prefix could not be touched")
                     break
+                finally:
+                    self._waiting.remove(request)
 
 
 class Alone:
@@ -363,8 +373,13 @@ class Alone:
         return 0
 
 
-def generate(llm: Any, request: GenerateRequest, salt: str, eos_ids: Collection[int]) -> AsyncIterator[Any]:
-    """Send vLLM a request and yield its outputs, each with what is new. Raises ValueError for what it does not take."""
+def generate(
+    llm: Any, request: GenerateRequest, salt: str, eos_ids: Collection[int], priority: int
+) -> AsyncIterator[Any]:
+    """Send vLLM a request and yield its outputs, each with what is new. Raises ValueError for what it does not take.
+
+    Of those that wait, the one with the least `priority` begins first.
+    """
     from vllm import SamplingParams as VllmSampling
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -376,7 +391,7 @@ def generate(llm: Any, request: GenerateRequest, salt: str, eos_ids: Collection[
         structured_outputs=StructuredOutputsParams(**structured_fields(constraint)) if constraint else None,
     )
     outputs: AsyncIterator[Any] = llm.generate(
-        tokens_input([*request.token_ids, *request.resume], cache_salt=salt), parameters, request.id
+        tokens_input([*request.token_ids, *request.resume], cache_salt=salt), parameters, request.id, priority=priority
     )
     return outputs
 

@@ -98,6 +98,7 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
         max_num_seqs=engine.max_slots,
         max_num_batched_tokens=engine.tokens_per_step(on_gpu=on_gpu),
         enable_chunked_prefill=True,
+        scheduling_policy="priority",  # by tags of `FairQueue`
         enforce_eager=engine.compile == "off" or (engine.compile == "auto" and not on_gpu),
         enable_prefix_caching=config.prefix_cache.enabled,
         block_size=block,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from warmkv.policies.fair_queue import NO_TAG, Tag
 from warmkv.policies.keep_warm import KeepWarm, KeptPrefix
 from warmkv.simulator.cache.layout import NONE
 from warmkv.simulator.cache.replica_cache import Name, ReplicaCache
@@ -24,6 +25,8 @@ class Touch:
     names: tuple[Name, ...]  # of the prefix's blocks
     prompt: int  # tokens
     output: int = 1
+    tenant: str = ""
+    tag: Tag = NO_TAG
     computed: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from warmkv.config import EngineConfig
 from warmkv.policies.contents import Contents
-from warmkv.policies.fair_queue import FairQueue
+from warmkv.policies.fair_queue import NO_TAG, FairQueue, Tag
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.record_columns import RecordColumns
@@ -24,7 +24,7 @@ from warmkv.simulator.engine.batch import Load
 from warmkv.simulator.engine.block_pool import BlockPool
 from warmkv.simulator.engine.formation import BatchFormation
 from warmkv.simulator.engine.limits import Limits
-from warmkv.simulator.engine.mixed import FirstCome, MixedBudget
+from warmkv.simulator.engine.mixed import MixedBudget
 from warmkv.simulator.engine.shortest_first import ShortestFirst
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, StepKind, StepTimes, keys_per_token
 
@@ -80,6 +80,7 @@ class Job:
     # On the replica that has it now.
     names: tuple[Name, ...] = field(default=(), repr=False)  # of its full blocks, where the engine has one pool of them
     submitted: float = NEVER
+    tag: Tag = NO_TAG
     costs: PhaseCosts = NO_COSTS  # of its steps, known when it is admitted
     load: Load | None = None  # of the batch, likewise
     keys_per_token: float = math.inf  # likewise
@@ -144,18 +145,16 @@ class SimulatedReplica:
         self._costs: dict[StepKind, tuple[PhaseCosts, Load, float]] = {}  # of all requests so far
         alarm = self._alarm = Alarm(lambda now: None)
         wake = partial(clock.set, alarm)
-        self.waiting: FairQueue[Job] | FirstCome[Job]
+        self.waiting: FairQueue[Job] = FairQueue()
         self._engine: BatchFormation[Job]
         self._pool: BlockPool[Job] | None = None
         self._kept: KeptWarm | None = None
         if mixed is None:
-            self.waiting = FairQueue()
             self._engine = ShortestFirst(
                 self, self.waiting, wake, fast_forward,
                 step_tokens=config.tokens_per_step(on_gpu=False), max_slots=config.max_slots, room=config.kv_limit,
             )  # fmt: skip
         else:
-            self.waiting = FirstCome()
             if one_pool and stores and mixed.blocks is not None:
                 self._pool = BlockPool(mixed.blocks, mixed.kv_block, attrgetter("names"), self._lost)
                 if keep_warm:
@@ -190,7 +189,7 @@ class SimulatedReplica:
             self.in_flight += 1
         if self._pool is not None:
             job.names = (*self.cache.names(job.blocks), *job.generated)
-        self.waiting.push(job, job.tenant, job.prompt + job.allowed)  # fair by tokens
+        job.tag = self.waiting.push(job, job.tenant, job.prompt + job.allowed)  # fair by tokens
         self._engine.arrived(job, now)
 
     def _blocks_came(self, now: float) -> None:
@@ -301,7 +300,7 @@ class SimulatedReplica:
 
     def _touch(self, touch: Any) -> None:
         """Queue a touch among the jobs: the engine serves both alike."""
-        self.waiting.push(touch, "", 0.0)
+        touch.tag = self.waiting.push(touch, "", 0.0)
         self._engine.arrived(touch, self._clock.now)
 
     def _lost(self, name: Hashable) -> None:

@@ -1,17 +1,18 @@
 """A mixed token budget, as vLLM schedules: every step decodes one token of each running sequence and fills the rest of
-`max_num_batched_tokens` with prompts, first come, first served.
+`max_num_batched_tokens` with prompts in the order of the queue, whose tags vLLM is told as priorities.
 
 Sequences take KV in blocks as they grow. Where a step finds no free block, the sequence that was admitted last gives
-its blocks back, waits at the head of the queue and computes its tokens anew (preemption by recompute). Nothing is
-compressed: a sequence keeps the KV of all its tokens. With a `BlockPool` prefixes are found in the same blocks.
+its blocks back, waits with its tag and computes its tokens anew (preemption by recompute). With several tenants vLLM
+takes the one with the largest tag, which may be another. Nothing is compressed: a sequence keeps the KV of all its
+tokens. With a `BlockPool` prefixes are found in the same blocks.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Generator
+from typing import Protocol, TypeVar
 
+from warmkv.policies.fair_queue import FairQueue, Tag
 from warmkv.simulator.engine.block_pool import BlockPool
 from warmkv.simulator.engine.formation import BatchFormation, EngineRequest, Owner
 from warmkv.simulator.engine.kv_blocks import KVBlocks
@@ -20,44 +21,14 @@ from warmkv.simulator.steps.costs import PhaseCosts, StepCost, batch_seconds
 
 
 class MixedRequest(EngineRequest, Protocol):
+    tenant: str
+    tag: Tag  # of the queue
     num_output_tokens: int  # not kept up to date while it decodes
     num_preemptions: int
 
 
 Request = TypeVar("Request", bound=MixedRequest)
-Item = TypeVar("Item")
 Work = tuple[int, int, int]  # steps, tokens computed, context read: what `StepCost` charges for
-
-
-class FirstCome(Generic[Item]):
-    """Do as `FairQueue`, but first come, first served among all tenants."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self) -> None:
-        self._items: deque[Item] = deque()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(self._items)
-
-    def push(self, item: Item, tenant: str = "", work: float = 0.0) -> None:
-        """Let a request wait behind all others."""
-        self._items.append(item)
-
-    def push_first(self, item: Item) -> None:
-        """Let a request wait ahead of all others."""
-        self._items.appendleft(item)
-
-    def peek(self) -> Item:
-        """Return the next request; it stays. Raises IndexError if none waits."""
-        return self._items[0]
-
-    def pop(self) -> Item:
-        """Take the next request out. Raises IndexError if none waits."""
-        return self._items.popleft()
 
 
 class MixedBudget(BatchFormation[Request]):
@@ -66,7 +37,7 @@ class MixedBudget(BatchFormation[Request]):
     def __init__(
         self,
         owner: Owner[Request],
-        waiting: FirstCome[Request],
+        waiting: FairQueue[Request],
         wake: Callable[[float], object],
         fast_forward: bool,
         *,
@@ -231,5 +202,5 @@ class MixedBudget(BatchFormation[Request]):
         blocks.release(request)
         request.computed = 0
         request.num_preemptions += 1
-        self._queue.push_first(request)
+        self._queue.put_back(request, request.tenant, request.tag)
         self._owner.preempted(request, now)

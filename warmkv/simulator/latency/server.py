@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from warmkv.policies.fair_queue import NO_TAG, FairQueue, Tag
 from warmkv.simulator.engine.limits import BatchingError, Limits
-from warmkv.simulator.engine.mixed import FirstCome, MixedBudget, Work
+from warmkv.simulator.engine.mixed import MixedBudget, Work
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost
 
 NEVER = -1.0
@@ -33,6 +34,8 @@ class ServedRequest:
     work_first: Work = NONE
     work_finished: Work = NONE
 
+    tenant: str = ""
+    tag: Tag = NO_TAG
     computed: int = 0  # these as `mixed.MixedRequest` has them
     num_output_tokens: int = 0
     num_preemptions: int = 0
@@ -42,7 +45,7 @@ class Server:
     """Own one engine with a mixed token budget, and note the work that it had done at every request's times."""
 
     def __init__(self, cost: StepCost, limits: Limits, *, fast_forward: bool = True) -> None:
-        self._limits, self._waiting = limits, FirstCome[ServedRequest]()
+        self._limits, self._waiting = limits, FairQueue[ServedRequest]()
         self._wakes: list[float] = []  # when the engine goes on: the last of them, if there is one
         costs, wake = PhaseCosts(cost, cost), self._wakes.append
         self.engine = MixedBudget(self, self._waiting, wake, fast_forward, limits=limits, costs=costs)
@@ -56,7 +59,7 @@ class Server:
             if self._limits.kv_tokens is not None and not self.engine.ever_fits(request):
                 tokens = f"{request.prompt} + {request.output} tokens"
                 raise BatchingError(f"{tokens} do not fit into {self._limits.kv_tokens} tokens of KV")
-            self._waiting.push(request)
+            request.tag = self._waiting.push(request, request.tenant, request.prompt + request.output)
             self.engine.arrived(request, request.arrival)
             request.noted, request.work_before = self._wakes[-1], self.engine.work_ahead
         self._run(math.inf)

@@ -38,8 +38,8 @@ class Asked(ServedRequest):
 
 requests = st.lists(
     st.builds(
-        lambda gap, conversation, prompt, output, private, continues: (gap, (prompt + private, output), {
-            "conversation": conversation, "shared": prompt, "continues": continues,
+        lambda gap, conversation, prompt, output, private, continues, tenant: (gap, (prompt + private, output), {
+            "conversation": conversation, "shared": prompt, "continues": continues, "tenant": tenant,
         }),
         st.sampled_from([0.0, 0.0, 2**-7, 2**-5, 0.25, 4.0]),
         st.integers(0, 2),
@@ -47,6 +47,7 @@ requests = st.lists(
         st.integers(1, 30),
         st.sampled_from([0, 0, 5]),
         st.booleans(),
+        st.sampled_from("aaab"),
     ),
     min_size=1,
     max_size=14,
@@ -100,6 +101,24 @@ def serve(rows, limits, fast_forward=True):
     made, server = asked(rows), Pooled(limits, fast_forward)
     server.serve(made)
     return outcome(made, server), server
+
+
+class Priorities:
+    """Whose request is next: where it begins if its tenant's follow one another, each as long as its tokens."""
+
+    def __init__(self):
+        self.begins, self.ends, self.passed = {}, {}, 0
+
+    def arrive(self, one, waiting):
+        self.begins[one] = max(self.passed, self.ends.get(one.tenant, 0))
+        self.ends[one.tenant] = self.begins[one] + one.prompt + one.output
+        waiting.append(one)
+
+    def begin(self, one, waiting):
+        waiting.remove(one)
+        self.passed = max(self.passed, self.begins[one])
+        if not waiting:
+            self.passed, self.ends = max([self.passed, *self.ends.values()]), {}
 
 
 class Lists:
@@ -166,12 +185,13 @@ class Lists:
 def obvious(made, limits):
     coming, waiting, running, now = list(made), [], [], 0.0
     pool, computed, drawn, found = Lists(limits), defaultdict(int), defaultdict(int), []
+    queue, order = Priorities(), {one: number for number, one in enumerate(made)}
     times = {one: [NEVER, NEVER, NEVER, 0] for one in made}
     while coming or waiting or running:
         if not waiting and not running:
             now = max(now, coming[0].arrival)
         while coming and coming[0].arrival <= now:
-            waiting.append(coming.pop(0))
+            queue.arrive(coming.pop(0), waiting)
         budget, work, preempted = limits.max_batched_tokens, {}, False
         for one in list(running):
             if one not in running:
@@ -182,19 +202,20 @@ def obvious(made, limits):
                 pool.release(victim, computed[victim])
                 computed[victim] = 0
                 times[victim][3] += 1
-                waiting.insert(0, victim)
+                waiting.append(victim)
                 preempted = True
                 if victim is one:
                     break
             if one in running:
                 work[one], budget = chunk, budget - chunk
         while waiting and not preempted and budget and len(running) < limits.max_num_seqs:
-            one = waiting[0]
+            one = min(waiting, key=lambda one: (queue.begins[one], order[one]))
             target, hits = one.prompt + drawn[one], pool.hits(one, drawn[one])
             evictable = sum(not pool.users[block] for block in hits)
             if math.ceil(target / pool.size) - len(hits) + evictable > len(pool.free):
                 break
-            running.append(waiting.pop(0))
+            queue.begin(one, waiting)
+            running.append(one)
             if times[one][0] == NEVER:
                 times[one][0] = now
             pool.touch(one, hits)
