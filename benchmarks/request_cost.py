@@ -62,7 +62,7 @@ class Gateway:
         from warmkv import telemetry
         from warmkv.config import load
         from warmkv.platform.gateway.apis import tokens
-        from warmkv.platform.gateway.intake import parsing
+        from warmkv.platform.gateway.intake import parsing, prompts
         from warmkv.platform.gateway.service import Service
         from warmkv.policies.dispatcher import Dispatcher
         from warmkv.prefixes import breakpoints
@@ -78,8 +78,8 @@ class Gateway:
             setattr(recorder, name, of("metrics", getattr(recorder, name)))
         for module, name, part in (
             (parsing, "parse", "json"),
-            (parsing, "render", "template"),
-            (parsing, "tokenize", "lookup"),
+            (prompts, "render", "template"),
+            (prompts, "tokenize", "lookup"),
             (tokens, "_encode", "tokens"),
             (tokens, "block_hashes", "hashes"),
             (breakpoints, "plan", "breakpoints"),

@@ -97,9 +97,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [*answered(CALL)[:2], turn("user", RESULT | {"content": [PIXEL]})]},
         "takes text only, no images",
     ),
-    "a PDF": (user(PDF), "document.source"),
+    "a PDF": (user(PDF), "content.0.source: this server's model takes text only, no PDF documents"),
     "a search result": (user({"type": "search_result", "source": "x", "title": "x", "content": []}), "search_result"),
-    "a tool of the server": (user(text(), tools=[{"type": "bash_20250124", "name": "bash"}]), "tools.0.type"),
+    "a tool of the server": (
+        user(text(), tools=[{"type": "web_search_20250305", "name": "web_search"}]),
+        "tools.0: web_search_20250305: this server runs no tools",
+    ),
+    "a tool that Anthropic describes": (
+        user(text(), tools=[{"type": "bash_20250124", "name": "bash"}]),
+        "tools.0: bash_20250124: this server knows no such tool",
+    ),
     "a tool without a schema": (user(text(), tools=[{"name": "look"}]), "input_schema"),
     "a schema that is no object": (user(text(), tools=[TOOL | {"input_schema": {"type": "string"}}]), "object"),
     "a tool's name with a blank": (user(text(), tools=[TOOL | {"name": "look here"}]), "name"),
@@ -134,7 +141,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing but thinking": ({"messages": answered(THOUGHT)}, "at least one content block, thinking aside"),
     "a message without content": (user(), "at least one content block"),
     "no message": ({"messages": []}, "messages"),
-    "a role of its own": ({"messages": [turn("tool", text())]}, "role|tag"),
+    "a role of its own": ({"messages": [turn("tool", text())]}, "messages.0: role 'tool' is not supported here"),
     "thinking without a budget": (user(text(), thinking={"type": "enabled"}), "budget_tokens"),
     "a budget that leaves no room": (
         user(text(), thinking={"type": "enabled", "budget_tokens": 1024}),
@@ -146,7 +153,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an edit that is not there": (
         user(text(), context_management={"edits": [{"type": "compact_20260112"}]}),
-        "context_management.edits.0",
+        "context_management.edits.0: type 'compact_20260112' is not supported here",
+    ),
+    "compaction": (user(text(), compaction={}), "compaction: this server does not support it"),
+    "two formats": (
+        user(
+            text(),
+            output_format={"type": "json_schema", "schema": {"type": "object"}},
+            output_config={"format": {"type": "json_schema", "schema": {"type": "array"}}},
+        ),
+        "output_format: differs from output_config.format",
     ),
     "tools that are all deferred": (user(text(), tools=[TOOL | {"defer_loading": True}]), "all have defer_loading"),
     "a marked deferred tool": (user(text(), tools=[TOOL | {"defer_loading": True} | MARKED]), "defer_loading"),
@@ -161,7 +177,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     # item 13, and limits
     "pre-warming as a stream": (user(text(), max_tokens=0, stream=True), "stream: must be false when max_tokens is 0"),
-    "more than the context": (user(text("a " * 5000)), "exceed the context of 4096 tokens"),
+    "more than the context": (user(text("a " * 5000)), r"prompt is too long: 50\d\d tokens > 4096 maximum"),
     "less than nothing": (user(text(), max_tokens=-1), "max_tokens"),
 }
 

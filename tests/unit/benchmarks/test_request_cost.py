@@ -10,10 +10,11 @@ from benchmarks.request_cost import Parts
 
 def test_a_quick_run_measures_every_part_of_both_turns(tmp_path, monkeypatch):
     from warmkv.platform.gateway.apis import tokens
-    from warmkv.platform.gateway.intake import parsing
+    from warmkv.platform.gateway.intake import parsing, prompts
     from warmkv.prefixes import breakpoints
 
-    for module, names in ((parsing, ("parse", "render", "tokenize")), (tokens, ("_encode", "block_hashes"))):
+    timed = ((parsing, ("parse",)), (prompts, ("render", "tokenize")), (tokens, ("_encode", "block_hashes")))
+    for module, names in timed:
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name))  # the race times them in place
     monkeypatch.setattr(breakpoints, "plan", breakpoints.plan)

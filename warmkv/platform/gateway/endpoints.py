@@ -36,6 +36,7 @@ from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.gateway.live import summed
 from warmkv.platform.gateway.live_config import add_policy_endpoints
 from warmkv.platform.gateway.memory import memory_of
+from warmkv.platform.gateway.model_names import check_model, model_names
 from warmkv.platform.gateway.request_ids import RequestIds
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, PING_SECONDS, EventStream
@@ -218,17 +219,19 @@ def create_app(
         own, *others = [_serving(group) for group in service.capabilities]
         groups = {"groups": dict(zip(map(replicas_name, config.groups()), (own, *others), strict=True))}
         named = {"id": name, "object": "model", "type": "model", "display_name": name, "owned_by": "warmkv"}
-        return {**named, **created, "warmkv": groups if others else own}
+        most = {"max_input_tokens": max_context, "max_tokens": min(config.gateway.max_output_tokens, max_context)}
+        context = {**most, "max_model_len": max_context, "context_window": max_context}
+        return {**named, **created, **context, "warmkv": groups if others else own}
 
     @app.get("/v1/models")
     async def list_models(_: Request) -> Response:
-        names = service.model_names
+        names = model_names(config)
         paging = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": list(map(described, names)), **paging})
 
     @app.get("/v1/models/{name:path}")
     async def get_model(_: Request, name: str) -> Response:
-        service.check_model(name)
+        check_model(name, config)
         return JSONResponse(described(name))
 
     @app.get("/v1/warmkv/replicas")

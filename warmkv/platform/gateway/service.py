@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from warmkv.platform.gateway.access.limits import Lease
 from warmkv.platform.gateway.access.rights import check_options
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import Answer, Status
-from warmkv.platform.gateway.apis.errors import ApiError, invalid
+from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.tokens import Prompt
 from warmkv.platform.gateway.faults import ErrorLog
@@ -132,15 +131,6 @@ class Service:
     def arrive(self, context: RequestContext, lease: Lease) -> Arrival:
         """Note when a request came in; what is in force then holds for it to its end."""
         return Arrival(context, self._clock(), self._wall_clock(), self.policy, lease)
-
-    @property
-    def model_names(self) -> list[str]:
-        """Return the model's name and its other names, which may be patterns."""
-        return [self.config.model.name, *self.config.gateway.models]
-
-    def check_model(self, name: str) -> None:
-        if name != self.config.model.name and not any(fnmatchcase(name, alias) for alias in self.config.gateway.models):
-            raise ApiError("not_found_error", f"model: {name} (this server has {', '.join(self.model_names)})")
 
     async def start(
         self, api: str, arrival: Arrival, asked: ParsedRequest, choice: Choice | None = None

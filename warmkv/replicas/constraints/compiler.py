@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -41,6 +42,9 @@ WHITESPACE = r" |\n[ \t]{0,32}"
 """Between the tokens of JSON, or none: as json.dumps writes it, with and without indentation. No more, since models
 that may write whitespace for ever sometimes do."""
 
+EXCERPT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+IN_GRAMMAR = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: ")
+
 
 class ConstraintError(UnservableRequestError):
     """A constraint that cannot be compiled, or exceeds a limit."""
@@ -71,6 +75,12 @@ class Compiler:
             if len(self._compiled) > MOST_CACHED:
                 self._compiled.popitem(last=False)
         return compiled.deep_copy()
+
+    def check(self, constraint: Constraint) -> None:
+        """Raise ConstraintError where a constraint cannot be compiled. Nothing of it is kept."""
+        with self._lock:
+            tokenizer = self.tokenizer()
+        _compile(constraint, tokenizer)
 
     def tokenizer(self) -> LLTokenizer:
         """Return llguidance's view of the tokenizer. Raises ConstraintError where it is not a fast one."""
@@ -134,9 +144,9 @@ def grammar(constraint: Constraint) -> str:
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Return what is wrong with a matcher, without its state."""
+    """Return what is wrong with a matcher, without its state and without the grammar, which may be one of ours."""
     message: str = matcher.get_error() or "nothing satisfies it"
-    return message.partition("\n<")[0]
+    return IN_GRAMMAR.sub("", EXCERPT.sub("", message.partition("\n<")[0]))
 
 
 def _from_gbnf(text: str) -> str:

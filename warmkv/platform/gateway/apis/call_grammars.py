@@ -30,7 +30,8 @@ ANY_OBJECT = {"type": "object"}
 class CallGrammar:
     """How answers to a request call its tools, which are as chat templates take them.
 
-    Arguments of the tools named in `strict` satisfy their schema as a whole. `special` are the ids of special tokens,
+    Arguments of the tools named in `strict` satisfy their schema as a whole. Calls are limited to the tools named in
+    `allowed`, unless that is None. `special` are the ids of special tokens,
     which no text of a grammar matches. `begun` is the end of the prompt, `thinking` what opens and closes thinking,
     which is free.
     """
@@ -40,6 +41,7 @@ class CallGrammar:
     special: Mapping[str, int]
     parallel: bool = True
     strict: frozenset[str] = frozenset()
+    allowed: frozenset[str] | None = None
     begun: str = ""
     thinking: tuple[str, str] | None = None
 
@@ -101,6 +103,8 @@ class CallGrammar:
         for tool in self.tools:
             function = tool["function"]
             is_strict, name = function["name"] in self.strict, function["name"]
+            if self.allowed is not None and name not in self.allowed:
+                continue
             arguments = "any"
             if is_strict or lenient:
                 schema = {**ANY_OBJECT, **function["parameters"]}

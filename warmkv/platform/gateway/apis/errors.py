@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -38,6 +39,8 @@ STATUS: dict[ErrorType, int] = {
 
 
 LONGEST_MESSAGE = 1000  # characters
+FIELD = re.compile(r"[a-z_]\w*(?:\.\w+)*(?=: )")  # that a message begins with, as `messages.0.content: ...`
+HIDDEN_TAGS = frozenset(("image", "word"))  # of unions: what is taken to be refused by name, and what is no object
 
 
 class ApiError(Exception):
@@ -46,7 +49,8 @@ class ApiError(Exception):
     `reason` names the limit or the queue that a refusal is due to (429 and 529): it labels the count of rejections,
     so there are few of them and none comes from a client. `retry_after` is the time in seconds after which the client
     should try again, `final` says that it is of no use. `status` overrides that of the type. `details` are what SDKs of
-    the Messages API look for in an error.
+    the Messages API look for in an error; clients of OpenAI's APIs look for `code`, for the field at fault (`param`, by
+    default the one that the message begins with) and for that API's own words (`openai`, where they are others).
     """
 
     def __init__(
@@ -59,11 +63,17 @@ class ApiError(Exception):
         final: bool = False,
         status: int | None = None,
         details: Mapping[str, Any] | None = None,
+        code: str | None = None,
+        param: str | None = None,
+        openai: str | None = None,
     ) -> None:
         message = clipped(message)  # it may quote the request, which may be megabytes
         super().__init__(message)
         self.type, self.message, self.status, self.reason = type_, message, status or STATUS[type_], reason
         self.retry_after, self.final, self.details = retry_after, final, details
+        self.code, self.openai = code, message if openai is None else clipped(openai)
+        named = FIELD.match(message)
+        self.param = named[0] if named is not None and param is None else param
 
 
 class ReplicaFailedError(Exception):
@@ -102,14 +112,54 @@ def refusals(kinds: Mapping[type[Exception], ErrorType]) -> Iterator[None]:
         raise ApiError(kind, reason(error)) from None
 
 
-def from_validation(error: ValidationError) -> ApiError:
+def from_validation(error: ValidationError, body: Any) -> ApiError:
     """Return the most specific fault of a body, with its place: of a union's branches, the one that went deepest."""
     fault = max(error.errors(include_url=False, include_input=False), key=lambda item: len(item["loc"]))
-    if fault["type"] == "model_type":  # pydantic's text names a class of ours
-        fault["msg"] = "Input should be an object"
-    place = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))  # brackets: pydantic's own names
-    message = str(fault["msg"]).removeprefix("Value error, ")
+    place = _place(fault["loc"], body, is_missing=fault["type"] == "missing")
+    match fault["type"]:
+        case "model_type" | "model_attributes_type":  # pydantic's texts name classes of ours, or of its own
+            message = "Input should be an object"
+        case "union_tag_not_found":
+            place = ".".join(filter(None, (place, _discriminator(fault))))
+            message = "Field required"
+        case "union_tag_invalid":
+            tags = [tag for tag in re.findall("'([^']*)'", fault["ctx"]["expected_tags"]) if tag not in HIDDEN_TAGS]
+            name, tag = _discriminator(fault), clipped(str(fault["ctx"]["tag"]), 100)
+            message = f"{name} {tag!r} is not supported here; this server takes {', '.join(map(repr, tags))}"
+        case _:
+            message = str(fault["msg"]).removeprefix("Value error, ")
     return invalid(f"{place}: {message}" if place else message)
+
+
+def _place(loc: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
+    """Return the place of a fault as it is in the body: of a `loc`, what names branches of a union is left out."""
+    return ".".join(_in_body(tuple(loc), body, is_missing)[2])
+
+
+def _in_body(loc: tuple[str | int, ...], body: Any, is_missing: bool) -> tuple[int, bool, tuple[str, ...]]:
+    """Return how few parts of a `loc` can be left out, whether the last one is, and those that are in the body.
+
+    A branch may have the name of a field within it, as in a block of type `text`, so that both readings are tried.
+    """
+    if not loc:
+        return 0, False, ()
+    part, *rest = loc
+    left_out, without_last, place = _in_body(tuple(rest), body, is_missing)
+    skipping = (left_out + 1, without_last or not rest, place)
+    if isinstance(body, list) and isinstance(part, int) and part < len(body):
+        within = body[part]
+    elif isinstance(body, dict) and (part in body or (is_missing and not rest)):
+        within = body.get(part)
+    else:
+        return skipping
+    left_out, without_last, place = _in_body(tuple(rest), within, is_missing)
+    return min((left_out, without_last, (str(part), *place)), skipping, key=lambda reading: reading[:2])
+
+
+def _discriminator(fault: Any) -> str:
+    """Return the field by which a union is told apart: its type, unless it is named."""
+    name: str = fault["ctx"]["discriminator"]
+    return name.strip("'") if name.startswith("'") else "type"
 
 
 def from_exception(error: BaseException) -> ApiError:
@@ -117,7 +167,7 @@ def from_exception(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ValidationError):
-        return from_validation(error)
+        return from_validation(error, None)
     if isinstance(error, UnservableRequestError):
         return invalid(reason(error))
     if isinstance(error, QueueFullError):
@@ -159,5 +209,5 @@ def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
 
 def openai_body(error: ApiError, request_id: str) -> dict[str, Any]:
     """Put the id, for which OpenAI's form has no place, inside `error`: its SDK passes that on in `body`."""
-    fields = {"message": error.message, "type": error.type, "param": None, "code": None}
+    fields = {"message": error.openai, "type": error.type, "param": error.param, "code": error.code}
     return {"error": {**fields, "request_id": request_id}}

@@ -88,6 +88,29 @@ class Body(BaseModel):
         return kept
 
 
+OTHER_CONTENT = {
+    "image": "images", "image_url": "images", "input_image": "images",
+    "audio_url": "audio", "input_audio": "audio", "video_url": "videos",
+    "file": "files", "input_file": "files",
+}  # fmt: skip
+
+
+class TextContent(Body):
+    """Base of texts within content: content of another kind is refused by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind in OTHER_CONTENT:
+            raise ValueError(text_only(OTHER_CONTENT[kind]))
+        return value
+
+
+def text_only(kind: str) -> str:
+    return f"this server's model takes text only, no {kind}"
+
+
 class WarmkvOptions(Body):
     """The `warmkv` field of a request (`extra_body={"warmkv": {...}}` in the SDKs)."""
 
@@ -155,4 +178,4 @@ def parse(data: bytes, model: type[B], limits: BodyLimits, left_out: FieldsLeftO
     try:
         return model.model_validate(tree, context=left_out)
     except ValidationError as error:
-        raise from_validation(error) from None
+        raise from_validation(error, tree) from None

@@ -62,9 +62,9 @@ class OutputFormat(Aliased):
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
-    @property
-    def wanted(self) -> Wanted:
-        return Wanted.of("output_config.format.schema", "json_schema", self.json_schema)
+    def wanted(self, place: str) -> Wanted:
+        """Return the constraint that it is, of the field in this place."""
+        return Wanted.of(f"{place}.schema", "json_schema", self.json_schema)
 
 
 class StructuredOutputs(Aliased):

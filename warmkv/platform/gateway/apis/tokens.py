@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,8 @@ OPTIONS: dict[Kind, dict[str, bool]] = {
     "plain": {},  # a prompt without a template: as the tokenizer takes it
     "more": {"add_special_tokens": False},  # what follows its first part
 }
+
+SLICE = 1 << 16  # characters that are tokenized at a time where tokens are only counted
 
 
 class Piece(NamedTuple):
@@ -140,6 +142,28 @@ def tokenize(tokenizer: Any, rendered: Rendered, cache: TokenCache, root: bytes,
     ends = list(itertools.accumulate(ends, max))
     head = ends[rendered.leading - 1] if rendered.leading else 0
     return Prompt(tuple(tokens.tolist()), tuple(ends), rendered.ttls, head, tuple(hashes), root, rendered.outline)
+
+
+def num_tokens(tokenizer: Any, rendered: Rendered) -> int:
+    """Count the tokens of a conversation, however long: they take hundreds of bytes each, and are never held together.
+
+    A piece that is longer than `SLICE` is cut, which can add a token or two.
+    """
+    return sum(len(ids) for group in _groups(rendered.pieces) for ids in _encode(tokenizer, group))
+
+
+def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield the pieces, long ones cut, in groups of at most `SLICE` characters."""
+    group, size = list[Piece](), 0
+    for piece in pieces:
+        for start in range(0, len(piece.text), SLICE):
+            part = piece._replace(text=piece.text[start : start + SLICE])
+            if size + len(part.text) > SLICE:
+                yield group
+                group, size = [], 0
+            group.append(part)
+            size += len(part.text)
+    yield group
 
 
 def _key(before: bytes, piece: Piece) -> bytes:

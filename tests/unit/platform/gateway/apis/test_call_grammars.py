@@ -19,6 +19,7 @@ from warmkv.platform.gateway.apis.call_grammars import CallGrammar
 from warmkv.platform.gateway.apis.chat_parsing.families import FAMILIES
 from warmkv.platform.gateway.apis.chat_parsing.parser import PartParser
 from warmkv.platform.gateway.apis.chat_parsing.parts import ToolCall
+from warmkv.platform.gateway.intake import constraining
 from warmkv.replicas.constraints import compiler
 from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.protocol import Constraint
@@ -279,5 +280,85 @@ def test_a_form_beside_more_tools_than_a_grammar_holds_is_that_form_alone(server
     chat(server, tools=many, **form)
     assert server.requests[-1].sampling.constraint == Constraint("json_object")
     strict = [*many, {"type": "function", "function": {"name": "strict", "strict": True}}]
-    with pytest.raises(openai.BadRequestError, match=r"tools\.9: \d+ characters are more than 200"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools\.9: strict tool 'strict': \d+ characters are more than 200"
+    ):
         chat(server, tools=strict, **form)
+
+
+UNHELD = [r"^(?!_).+$", r"\bfoo\b", r"(a)\1", "("]  # look-around, word boundaries, back-references, no pattern at all
+
+
+def with_pattern(pattern: str, **more: Any) -> Any:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+    return {"name": "bad", "input_schema": {**schema, "patternProperties": {pattern: {}}}, **more}
+
+
+@pytest.mark.parametrize("pattern", UNHELD)
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "look"}, {"type": "tool", "name": "bad"}])
+def test_a_pattern_that_cannot_be_held_to_is_left_out(server, choice, pattern):
+    """Of a tool that is not strict."""
+    bad = with_pattern(pattern)
+    assert message(server, choice, tools=[*MESSAGES, bad], tokens=2).usage.output_tokens == 2
+    function = {"name": "bad", "parameters": bad["input_schema"]}
+    tools = [*OPENAI, {"type": "function", "function": function}]
+    assert chat(server, tools=tools, tool_choice="required", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_what_else_the_schema_of_such_a_tool_says_holds(server):
+    answer = message(server, {"type": "tool", "name": "bad"}, tools=[*MESSAGES, with_pattern(UNHELD[0])])
+    (call,) = (block for block in answer.content if block.type == "tool_use")
+    assert isinstance(call.input["a"], str)
+
+
+def test_patterns_that_can_be_held_to_stay_beside_others(server):
+    good = {"type": "object", "properties": {"b": {"type": "string", "pattern": "^x{3}$"}}, "required": ["b"]}
+    tools = [with_pattern(UNHELD[0]), {"name": "good", "input_schema": good}]
+    answer = message(server, {"type": "tool", "name": "good"}, tools=tools)
+    (call,) = (block for block in answer.content if block.type == "tool_use")
+    assert call.input["b"] == "xxx"
+    forced = message(server, {"type": "any"}, tools=tools, tokens=5)
+    assert forced.usage.output_tokens == 5
+    text = server.requests[-1].sampling.constraint.text
+    assert "x{3}" in text
+    assert "(?!_)" not in text
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "auto"}, {"type": "tool", "name": "bad"}])
+@pytest.mark.parametrize("pattern", UNHELD)
+def test_a_strict_tool_with_such_a_pattern_is_refused_with_it(server, choice, pattern):
+    sent, strict = len(server.requests), with_pattern(pattern, strict=True)
+    del strict["input_schema"]["patternProperties"]
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        message(server, choice, tools=[*MESSAGES, strict])
+    told = caught.value.body["error"]["message"]
+    assert told.startswith(f"tools.2: strict tool 'bad': properties.a.pattern: cannot be held to {pattern!r}: ")
+    assert len(told) < 200
+    assert "tool_call" not in told  # of the grammar
+    assert len(server.requests) == sent
+
+
+def test_another_tool_may_be_forced_beside_a_strict_one_that_is_not_possible(server):
+    tools = [*MESSAGES, with_pattern(UNHELD[0], strict=True)]
+    answer = message(server, {"type": "tool", "name": "look"}, tools=tools)
+    assert [block.name for block in answer.content if block.type == "tool_use"] == ["look"]
+
+
+def test_no_more_patterns_are_tried_than_a_few(server, monkeypatch):
+    tried = []
+    check = Compiler.check
+    monkeypatch.setattr(Compiler, "check", lambda self, one: tried.append(one) or check(self, one))
+    many = {f"p{n}": {"type": "string", "pattern": f"^(?!{n})"} for n in range(100)}
+    tools = [{"name": "many", "input_schema": {"type": "object", "properties": many}}]
+    assert message(server, {"type": "any"}, tools=tools, tokens=2).usage.output_tokens == 2
+    assert len(tried) == constraining.MOST_PATTERNS
+
+
+def test_a_fault_of_a_format_does_not_show_the_grammar_either(server):
+    schema = with_pattern(UNHELD[0])["input_schema"]
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        message(server, {"type": "auto"}, output_config={"format": {"type": "json_schema", "schema": schema}})
+    told = caught.value.body["error"]["message"]
+    assert told.startswith("output_config.format.schema: ")
+    assert UNHELD[0] in told
+    assert "x-guidance" not in told

@@ -154,7 +154,7 @@ def test_unknown_fields_are_left_out_and_listed(tmp_path):
         (MESSAGES, {"temprature": 1}, "temprature: "),
         (MESSAGES, {"max_tokens": 9000}, "max_tokens: 9000 > 8192"),
         (CHAT, {"max_tokens": 9000}, "max_tokens: 9000 > 8192"),
-        (MESSAGES, {"messages": [{"role": "user", "content": "x", "to": "y"}]}, "messages.0.user.to: "),
+        (MESSAGES, {"messages": [{"role": "user", "content": "x", "to": "y"}]}, "messages.0.to: "),
         (MESSAGES, {"cache_control": {"type": "ephemeral", "scope": "x"}}, "cache_control.scope: "),
         (CHAT, {"temprature": 1}, "temprature: "),
         (COMPLETIONS, {"temprature": 1}, "temprature: "),
@@ -238,11 +238,41 @@ def test_a_template_gets_the_effort_and_the_variables_that_it_takes(tmp_path, mo
     assert not any("x-warmkv-ignored" in answer.headers for answer in answers)
 
 
+def test_thinking_and_effort_that_the_template_does_not_take_are_listed(tmp_path, monkeypatch):
+    """Thinking where the model has none; or, where it thinks by itself, that it is not to."""
+    adaptive, disabled = {"thinking": {"type": "adaptive"}}, {"thinking": {"type": "disabled"}}
+    enabled = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2000}
+    effort = {"output_config": {"effort": "low"}}
+    paths = (MESSAGES, MESSAGES + "/count_tokens")
+
+    def listed(*flags: str) -> list[str | None]:
+        asked = [*((MESSAGES, more) for more in (adaptive, enabled, disabled, effort)), (paths[1], adaptive | effort)]
+        _, answers = ask(tmp_path, flags, *asked)
+        assert {answer.status for answer in answers} == {200}
+        return [answer.headers.get("x-warmkv-ignored") for answer in answers]
+
+    budget, named = "thinking.budget_tokens", "output_config.effort"
+    assert listed() == ["thinking", f"thinking, {budget}", None, named, f"thinking, {named}"]
+    assert listed("model.response_template=hermes") == [None, budget, "thinking", named, named]
+    template = Gateway(tmp_path).tokenizer.chat_template
+    takes = "{{ reasoning_effort }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}" + template
+    monkeypatch.setattr(exchanges, "load_tokenizer", lambda model: with_template(load_tokenizer(model), takes))
+    assert listed() == [None, budget, None, None, None]
+
+
+def test_a_model_tells_its_context_in_the_fields_of_every_api(server):
+    ours, theirs = server.anthropic().models.retrieve("tiny"), server.openai().models.retrieve("tiny")
+    assert (ours.max_input_tokens, ours.max_tokens) == (4096, 4096)  # of the answer, gateway.max_output_tokens at most
+    assert (theirs.max_model_len, theirs.context_window) == (4096, 4096)
+    assert server.anthropic().models.list().data == [ours]
+    assert server.openai().models.list().data == [theirs]
+
+
 def test_other_names_of_the_model(tmp_path):
     flags = ("gateway.models={claude-*: tiny, gpt-5: tiny}",)
-    names = ("claude-sonnet", "gpt-5", "tiny")
-    _, exchanges = ask(tmp_path, flags, *((CHAT, {"model": name}) for name in names), (CHAT, {"model": "gpt-4"}))
-    assert [exchange.status for exchange in exchanges] == [200, 200, 200, 404]
+    names = ("claude-sonnet", "gpt-5", "tiny", "gpt-4", "claude-*")  # a pattern is no name
+    _, exchanges = ask(tmp_path, flags, *((CHAT, {"model": name}) for name in names))
+    assert [exchange.status for exchange in exchanges] == [200, 200, 200, 404, 404]
     assert {exchange.json["model"] for exchange in exchanges[:3]} == {"tiny"}  # the one that answered
 
     async def listed() -> list[str]:
@@ -251,6 +281,6 @@ def test_other_names_of_the_model(tmp_path):
         one = await Exchange(gateway, "/v1/models/claude-opus", b"", method="GET").whole()
         return [*(model["id"] for model in found), one.json["id"]]
 
-    assert asyncio.run(listed()) == ["tiny", "claude-*", "gpt-5", "claude-opus"]
+    assert asyncio.run(listed()) == ["tiny", "gpt-5", "claude-opus"]
     with pytest.raises(ConfigError, match=r"gateway.models: a is b, but the model that is served is tiny"):
         load(flags=("gateway.models={a: b}",))

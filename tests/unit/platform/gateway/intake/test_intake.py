@@ -22,11 +22,13 @@ from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages.requests import MessagesRequest
 from warmkv.platform.gateway.apis.openai.requests import ChatRequest
 from warmkv.platform.gateway.apis.schema import parse
+from warmkv.platform.gateway.apis.tokens import SLICE
 from warmkv.platform.gateway.intake import body as intake_body
 from warmkv.platform.gateway.intake import body_limits
 from warmkv.platform.gateway.intake.body import Budget, Lane
 from warmkv.platform.gateway.intake.body_limits import BodyLimits, outside_strings
-from warmkv.platform.gateway.intake.parsing import SLICE, Parsing, _slices
+from warmkv.platform.gateway.intake.parsing import Parsing
+from warmkv.platform.gateway.intake.prompts import slices
 from warmkv.platform.tenants import hash_key
 from warmkv.replicas.loading.tokenizer import load_tokenizer
 
@@ -382,7 +384,7 @@ def test_what_cannot_fit_is_not_tokenized_to_its_end(tmp_path, text):
     gateway, context = Gateway(tmp_path), 5000
     tokenizer = Counting(load_tokenizer(gateway.config.model))
     parsing = Parsing(gateway.service, tokenizer, context)
-    long = text * (context * parsing._longest_token // len(text))
+    long = text * (context * parsing.prompts.longest_token // len(text))
     a_slice = len(tokenizer(text * (SLICE // len(text)), split_special_tokens=True)["input_ids"])
     for take, body in (
         (parsing.message, message(gateway, [{"type": "text", "text": "hello"}, {"type": "text", "text": long}])),
@@ -390,14 +392,14 @@ def test_what_cannot_fit_is_not_tokenized_to_its_end(tmp_path, text):
         (parsing.completion, {"model": gateway.config.model.name, "prompt": long}),
     ):
         tokenizer.tokens = 0
-        with pytest.raises(ApiError, match="exceed"):
+        with pytest.raises(ApiError, match=r"prompt is too long: \d+ tokens > 5000 maximum"):
             take(arrival(gateway.service), json.dumps(body).encode(), tokenizer)
         assert tokenizer.tokens <= 2 * context + 2 * a_slice
 
 
 def test_slices_are_all_of_the_texts():
     texts = ["a" * (2 * SLICE + 5), "", "b", "c" * SLICE]
-    groups = list(_slices(texts))
+    groups = list(slices(texts))
     assert "".join(map("".join, groups)) == "".join(texts)
     assert [sum(map(len, group)) for group in groups] == [SLICE, SLICE, SLICE, 6]
 

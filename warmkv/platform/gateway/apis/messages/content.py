@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from warmkv.platform.gateway.apis.schema import Body, Items
+from warmkv.platform.gateway.apis.errors import clipped
+from warmkv.platform.gateway.apis.schema import Body, Items, text_only
 
 NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 
@@ -70,7 +71,7 @@ class ImageBlock(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, value: Any) -> Any:
-        raise ValueError("this server's model takes text only, no images")
+        raise ValueError(text_only("images"))
 
 
 SubContent = Annotated[SubText | ImageBlock, Field(discriminator="type")]
@@ -104,6 +105,14 @@ class DocumentBlock(Markable):
     type: Literal["document"]
     source: Annotated[PlainSource | ContentSource, Field(discriminator="type")]
     title: str | None = None
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _text_only(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind in ("base64", "url", "file"):
+            raise ValueError(text_only("files" if kind == "file" else "PDF documents"))
+        return value
 
     @property
     def text(self) -> str:
@@ -189,8 +198,11 @@ class InputSchema(Body):
     type: Literal["object"]
 
 
+SERVER_TOOLS = ("advisor_", "code_execution_", "mcp_toolset", "tool_search_tool_", "web_fetch_", "web_search_")
+
+
 class Tool(Markable):
-    """A tool of the client. Tools that would run on the server are refused by their type.
+    """A tool that the client describes. Those that Anthropic describes, or runs, are refused by their type.
 
     With `defer_loading` the model does not see it before a result refers to it. The input of calls of a `strict` one
     satisfies its schema.
@@ -212,6 +224,17 @@ class Tool(Markable):
         described = {} if self.description is None else {"description": self.description}
         function = {"name": self.name, **described, "parameters": self.input_schema.model_dump()}
         return {"type": "function", "function": function}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _described_by_the_client(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind in (None, "custom"):
+            return value
+        named = clipped(str(kind), 100)
+        if named.startswith(SERVER_TOOLS):
+            raise ValueError(f"{named}: this server runs no tools; the client must run its own")
+        raise ValueError(f"{named}: this server knows no such tool; describe it with a name and an input_schema")
 
     @model_validator(mode="after")
     def _deferred_tools_are_not_marked(self) -> Tool:

@@ -64,6 +64,8 @@ EFFORTS = {"xhigh": "high", "max": "high"}  # templates know low, medium and hig
 class CountRequest(Body):
     """Body of /v1/messages/count_tokens: what of a request makes its prompt."""
 
+    unsupported = MappingProxyType({"compaction": ()})
+
     model: str
     messages: Items[Message] = Field(min_length=1)
     system: str | Items[TextBlock] | None = None
@@ -72,7 +74,15 @@ class CountRequest(Body):
     cache_control: CacheControl | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
     context_management: ContextManagement | None = None
+
+    @model_validator(mode="after")
+    def _one_format(self) -> CountRequest:
+        given = self.output_config.format if self.output_config is not None else None
+        if given is not None and self.output_format not in (None, given):
+            raise ValueError("output_format: differs from output_config.format, whose older name it is; give one")
+        return self
 
     @model_validator(mode="after")
     def _check_tools(self) -> CountRequest:
@@ -101,7 +111,7 @@ class MessagesRequest(CountRequest):
     """Body of /v1/messages."""
 
     ignored = frozenset(("inference_geo", "speed", "user_profile_id", "workspace_id"))
-    unsupported = MappingProxyType({"container": (), "mcp_servers": ([],)})
+    unsupported = MappingProxyType({**CountRequest.unsupported, "container": (), "mcp_servers": ([],)})
 
     max_tokens: int = Field(ge=0)
     temperature: float = Field(1.0, ge=0, le=1)
@@ -130,8 +140,9 @@ class MessagesRequest(CountRequest):
     @property
     def wanted(self) -> Wanted | None:
         """Return the constraint of the answer."""
-        format_ = self.output_config.format if self.output_config is not None else None
-        return format_.wanted if format_ is not None else None
+        if self.output_config is not None and (format_ := self.output_config.format) is not None:
+            return format_.wanted("output_config.format")
+        return self.output_format.wanted("output_format") if self.output_format is not None else None
 
     def sampling(self, seed: int) -> SamplingParams:
         return SamplingParams(

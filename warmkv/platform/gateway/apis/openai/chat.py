@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from warmkv.platform.gateway.apis.errors import invalid
+from warmkv.platform.gateway.apis.errors import clipped, invalid
 from warmkv.platform.gateway.apis.prompt import ContentBlock, Role, Turn
-from warmkv.platform.gateway.apis.schema import Body, Items
+from warmkv.platform.gateway.apis.schema import Body, Items, TextContent
 
 TOOL_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 
 
-class TextPart(Body):
+class TextPart(TextContent):
     type: Literal["text"]
     text: str
 
@@ -62,8 +62,18 @@ class Function(Body):
 
 
 class ChatTool(Body):
+    """A function of the client; of tools that others define, or run, this server has none."""
+
     type: Literal["function"]
     function: Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _functions_only(cls, value: Any) -> Any:
+        kind = value.get("type", "function") if isinstance(value, dict) else "function"
+        if kind != "function":
+            raise ValueError(f"this server has no tools of type {clipped(str(kind), 100)!r}: describe it as a function")
+        return value
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -71,6 +81,41 @@ class ChatTool(Body):
         described = {} if self.function.description is None else {"description": self.function.description}
         parameters = self.function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": {"name": self.function.name, **described, "parameters": parameters}}
+
+
+class ChosenFunction(Body):
+    name: str
+
+
+class NamedChoice(Body):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Items[NamedChoice] = Field(min_length=1)
+
+
+class AllowedChoice(Body):
+    """Those of the tools that may be called, or of which one must be; the model is shown all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind(choice: Any) -> str:
+    return str(choice.get("type")) if isinstance(choice, dict) else "word"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("word")]
+    | Annotated[NamedChoice, Tag("function")]
+    | Annotated[AllowedChoice, Tag("allowed_tools")],
+    Discriminator(_kind),
+]
 
 
 def turns(messages: Sequence[ChatMessage], tools: Sequence[ChatTool] = ()) -> list[Turn]:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.openai import chat
-from warmkv.platform.gateway.apis.openai.chat import ChatMessage, ChatTool
+from warmkv.platform.gateway.apis.openai.chat import AllowedChoice, ChatMessage, ChatTool, NamedChoice, ToolChoice
 from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, TemplateVariables, WarmkvOptions
 from warmkv.platform.gateway.apis.structured import StructuredFields
@@ -137,17 +137,6 @@ class CompletionBody(StructuredFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChosenFunction(Body):
-    name: str
-
-
-class NamedChoice(Body):
-    """The one tool that must be called."""
-
-    type: Literal["function"]
-    function: ChosenFunction
-
-
 class ChatRequest(CompletionBody):
     """Body of /v1/chat/completions."""
 
@@ -165,7 +154,7 @@ class ChatRequest(CompletionBody):
     thinking_token_budget: int | None = Field(None, ge=0)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: Items[ChatTool] = Field([])
-    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
@@ -176,6 +165,24 @@ class ChatRequest(CompletionBody):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only allowed when logprobs is true")
         return self
+
+    @property
+    def allowed_tools(self) -> frozenset[str] | None:
+        """Return the names of the tools to which tool_choice limits calls; None for all."""
+        match self.tool_choice:
+            case NamedChoice():
+                return frozenset((self.tool_choice.function.name,))
+            case AllowedChoice():
+                return frozenset(tool.function.name for tool in self.tool_choice.allowed_tools.tools)
+        return None
+
+    @property
+    def must_call(self) -> bool:
+        """Return True where the answer is to be calls of tools."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedChoice)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -221,6 +228,13 @@ class CompletionRequest(CompletionBody):
         """Return how many are told beside each token of the prompt: those of `echo` are the answer's `logprobs`."""
         echoed = self.logprobs if self.echo else None
         return max((wanted for wanted in (echoed, self.prompt_logprobs) if wanted is not None), default=None)
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _not_empty(cls, value: Any) -> Any:
+        if value in ("", []) or (isinstance(value, list) and ("" in value or [] in value)):
+            raise ValueError("an empty prompt has no tokens that an answer could follow; give one token at least")
+        return value
 
     @property
     def prompts(self) -> list[str | array[int]]:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError
 
-from warmkv.platform.gateway.apis.errors import from_validation
+from warmkv.platform.gateway.apis.errors import ApiError, from_validation, invalid
 from warmkv.platform.gateway.apis.openai.requests import MOST_LOGPROBS, ChatRequest
 from warmkv.platform.gateway.apis.responses.store import Item
 from warmkv.platform.gateway.apis.responses.tools import chat_tools, qualified
-from warmkv.platform.gateway.apis.schema import Body, FieldsLeftOut, Items, WarmkvOptions
+from warmkv.platform.gateway.apis.schema import Body, FieldsLeftOut, Items, TextContent, WarmkvOptions
+
+OWN_TERMS = (  # for the places of the same request in chat completions
+    (r"messages\.\d+\.tool_calls\.\d+\.function", "input: function_call"),
+    (r"messages(\.\d+)?(\.tool_calls)?", "input"),
+    (r"response_format(\.json_schema)?", "text.format"),
+    (r"reasoning_effort", "reasoning.effort"),
+    (r"max_(completion_)?tokens", "max_output_tokens"),
+    (r"tools\.(?P<number>\d+)\.function", r"tools.\g<number>"),
+    (r"tool_choice\.(function|allowed_tools)", "tool_choice"),
+)
 
 
-class ResponseTextPart(Body):
+class ResponseTextPart(TextContent):
     ignored = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -128,9 +139,11 @@ class ResponsesRequest(Body):
         """Return the same request of chat completions, behind the conversation before it. Raises ApiError (400)."""
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tools = chat_tools(self.tools, left_out)
+        said = _messages([*history, *self.items])
+        _check_outputs(said)
         wanted = {
             "model": self.model,
-            "messages": [*first, *_messages([*history, *self.items])],
+            "messages": [*first, *said],
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -148,8 +161,39 @@ class ResponsesRequest(Body):
         try:
             chat = ChatRequest.model_validate(wanted, context=left_out)
         except ValidationError as error:
-            raise from_validation(error) from None
+            raise from_validation(error, wanted) from None
         return chat.model_copy(update={"warmkv": self.warmkv})
+
+
+def in_own_terms(error: ApiError) -> ApiError:
+    """Return a refusal of the request as chat completions have it, with the place that the Responses API has for it."""
+    for place, own in OWN_TERMS:
+        message, found = re.subn(rf"\A{place}(?=[.:])", own, error.message)
+        if found:
+            return invalid(message).with_traceback(error.__traceback__)  # which the log names
+    return error
+
+
+def _check_outputs(messages: Iterable[dict[str, Any]]) -> None:
+    """Refuse calls without an output, and outputs without a call, in OpenAI's words. Raises ApiError (400)."""
+    called: dict[str, None] = {}  # those without an output yet
+    known: frozenset[str] = frozenset()
+    for message in [*messages, {"role": "end"}]:
+        if message["role"] == "tool":
+            if (name := message["tool_call_id"]) not in known:
+                raise _at_input(f"No tool call found for function call output with call_id {name}.")
+            if name not in called:
+                raise _at_input(f"Two outputs found for function call {name}.")
+            del called[name]
+        elif called:
+            raise _at_input(f"No tool output found for function call {next(iter(called))}.")
+        else:
+            called = {call["id"]: None for call in message.get("tool_calls", ())}
+            known = frozenset(called)
+
+
+def _at_input(message: str) -> ApiError:
+    return ApiError("invalid_request_error", message, param="input")
 
 
 def _messages(items: Iterable[Item]) -> list[dict[str, Any]]:
@@ -193,7 +237,13 @@ def _format(chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
-    """Return tool_choice as chat completions have it."""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+    """Return tool_choice as chat completions have it. What they do not have stays, and is refused there."""
+    if isinstance(choice, str):
+        return choice
+    match choice.get("type"), choice.get("tools"):
+        case "function", _:
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        case "allowed_tools", [*tools]:
+            named = [_choice(tool) if isinstance(tool, dict) else tool for tool in tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
     return choice
