@@ -224,6 +224,9 @@ def test_a_stream_says_what_is_billed_from_its_start(cluster, replica):
     assert billed(start.usage) == billed(final.usage) == by_contract(request, (0, 0, 2))
     assert final.usage.output_tokens == 5
     assert final.stop_reason == "max_tokens"
+    assert "price" not in start.usage.warmkv
+    price = final.usage.output_tokens_details.warmkv["price"]
+    assert price["output"] == pytest.approx(5 * cluster.config.prices.output / 1e6)
 
 
 def test_parallel_requests_all_write_and_later_ones_read(cluster, replica):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from warmkv.platform.gateway.apis.chat_parsing.format import ExpectedResponse
-from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, merged
+from warmkv.platform.gateway.apis.chat_parsing.parts import Part, Text, Thinking, ToolCall, merged
 from warmkv.platform.gateway.apis.errors import ApiError, from_exception
 from warmkv.platform.gateway.apis.tokens import Place, place_name
 from warmkv.platform.gateway.resume import Sink
@@ -17,6 +17,9 @@ from warmkv.policies.pricing import Price
 from warmkv.prefixes.misses import Finding
 from warmkv.prefixes.usage import Usage
 from warmkv.replicas.protocol import Delta, Event, Finished, GenerateRequest, Started, TokenLogprobs
+
+if TYPE_CHECKING:
+    from warmkv.platform.gateway.apis.chat_parsing.parser import PartParser
 
 Status = Literal["ok", "error", "cancelled"]
 
@@ -51,6 +54,8 @@ class Answer:
     first_token: float = 0.0  # seconds from the arrival
     last_token: float = 0.0
     output_tokens: int = 0
+    thinking_tokens: int = 0  # of these, but for one or two where thinking begins or ends within a token
+    parsed_tokens: int = 0  # of these, that the parser has had
     over: bool = False
     error: str = ""  # type of the error that ended it
     _logprobs: list[TokenLogprobs] = field(default_factory=list)  # not taken yet
@@ -111,17 +116,17 @@ class Answer:
 
         def take(delta: Delta) -> None:
             self._count(delta)
-            found.extend(parser.feed(delta.text))
+            found.extend(self._parsed(parser, delta.text))
             if parser.done:
                 self.sink.take = None
 
         self.sink.take = take
         while (delta := await self.more()) is not None:
-            found += parser.feed(delta.text)
+            found += self._parsed(parser, delta.text)
             if parser.done:
                 await self._stop()
                 break
-        return merged(found + parser.finish(complete=self.is_complete))
+        return merged(found + self._rest(parser))
 
     async def write(self, out: EventWriter, event: Callable[[str], bytes]) -> None:
         """Write the text to the end, or until it is `satisfied`: each piece as the `event` it makes, if it makes one.
@@ -155,13 +160,33 @@ class Answer:
         parser = self.expected.parser()
 
         def event(text: str) -> bytes:
-            parts = parser.feed(text)
+            parts = self._parsed(parser, text)
             self.satisfied = parser.done
             return events(parts) if parts else b""
 
         await self.write(out, event)
-        if parts := parser.finish(complete=self.is_complete):
+        if parts := self._rest(parser):
             await out.send(events(parts))
+
+    def _parsed(self, parser: PartParser, text: str) -> list[Part]:
+        """Return the parts that more text makes, and count what of its tokens is thinking.
+
+        Where text and thinking came together, for a client that reads slowly, tokens are told apart by characters.
+        """
+        came, self.parsed_tokens = self.output_tokens - self.parsed_tokens, self.output_tokens
+        is_thinking = parser.is_thinking
+        parts = parser.feed(text)
+        if is_thinking or parser.is_thinking or any(isinstance(part, Thinking) for part in parts):
+            other = sum(len(part.text) for part in parts if isinstance(part, Text))
+            other += sum(len(part.arguments) for part in parts if isinstance(part, ToolCall))
+            self.thinking_tokens += round(came * max(0.0, 1 - other / max(1, len(text))))
+        return parts
+
+    def _rest(self, parser: PartParser) -> list[Part]:
+        """Return the parts of the end; tokens without a text, as that of the end, are thinking where it goes on."""
+        if parser.is_thinking:
+            self.thinking_tokens += self.output_tokens - self.parsed_tokens
+        return parser.finish(complete=self.is_complete)
 
     @property
     def is_complete(self) -> bool:

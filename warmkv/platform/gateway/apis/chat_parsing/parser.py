@@ -45,6 +45,11 @@ class PartParser:
         self.calls = 0
         self.done = False
 
+    @property
+    def is_thinking(self) -> bool:
+        """Return True where what comes next is thinking, as far as the text tells."""
+        return self._regions.field in THINKING_FIELDS
+
     def feed(self, text: str) -> list[Part]:
         """Add text; return what is certain now."""
         return [] if self.done else self._parts(self._regions.feed(text))
@@ -107,6 +112,12 @@ class _Regions(ResponseParser):
         self._opened_at = self._body_at = self._said_from = 0  # places in the buffer
         super().__init__(template, prefix=prefix, tools=list(tools))
         self._said_from = len(self._buffer)
+
+    @property
+    def field(self) -> str | None:
+        """Return the field whose region is open."""
+        found: str | None = self._current
+        return found
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         """Add text, and forget what was told long ago; a call may have to be told as text."""

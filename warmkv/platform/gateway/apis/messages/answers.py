@@ -34,6 +34,17 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
+def _usage(answer: Answer) -> dict[str, Any]:
+    """Return the usage of an answer that has ended.
+
+    The price is in the details of the output as well: the SDK's helper of streams keeps those of the last event, while
+    of what the API does not have it keeps what the first event said, before there was a price.
+    """
+    told = answer.details()
+    details = {"thinking_tokens": answer.thinking_tokens, "warmkv": {"price": told["price"]}}
+    return {**usage_fields(answer.usage), "output_tokens_details": details, "warmkv": told}
+
+
 async def respond(answer: Answer, secret: bytes) -> dict[str, Any]:
     """Return the whole answer as one message, whose thinking is signed with the service's secret."""
     content = [_block(answer, number, part, secret) for number, part in enumerate(await answer.parts())]
@@ -41,7 +52,7 @@ async def respond(answer: Answer, secret: bytes) -> dict[str, Any]:
         **_head(answer),
         "content": content,
         **_stop(answer, called=any(block["type"] == "tool_use" for block in content)),
-        "usage": {**usage_fields(answer.usage), "warmkv": answer.details()},
+        "usage": _usage(answer),
         **_edits(answer),
     }
 
@@ -51,7 +62,8 @@ async def stream(admission: SubmittedRequest, secret: bytes, out: EventWriter) -
     try:
         answer = await admission.begin()
         start = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None}
-        start["usage"] = {**usage_fields(answer.usage), "warmkv": answer.details()}
+        known = {name: value for name, value in answer.details().items() if name != "price"}
+        start["usage"] = {**usage_fields(answer.usage), "warmkv": known}
         await out.send(_event({"type": "message_start", "message": start}))
         blocks = _BlockEvents(answer, secret)
         if answer.expected is not None:
@@ -66,8 +78,7 @@ async def stream(admission: SubmittedRequest, secret: bytes, out: EventWriter) -
             await answer.write(out, event)
             out.hold(_event({"type": "content_block_stop", "index": 0}))
         stop = _stop(answer, called=blocks.called)
-        usage = {**usage_fields(answer.usage), "warmkv": answer.details()}
-        out.hold(_event({"type": "message_delta", "delta": stop, "usage": usage, **_edits(answer)}))
+        out.hold(_event({"type": "message_delta", "delta": stop, "usage": _usage(answer), **_edits(answer)}))
         out.hold(_event({"type": "message_stop"}))
     except Exception as error:
         out.hold(_event(anthropic_body(admission.failed(error), admission.id)))

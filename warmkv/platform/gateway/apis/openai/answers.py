@@ -187,7 +187,9 @@ def _usage(choices: Choices) -> dict[str, Any]:
         output=sum(answer.usage.output for answer in answers),
     )
     cached = sum(answer.started.cached_tokens for answer in leaders)
-    return {**usage_fields(usage, cached), "warmkv": answers[0].details(usage)}
+    thinking = {"reasoning_tokens": sum(answer.thinking_tokens for answer in answers)}
+    details = {"completion_tokens_details": thinking} if choices.chat else {}
+    return {**usage_fields(usage, cached), **details, "warmkv": answers[0].details(usage)}
 
 
 def _head(choices: Choices, chunk: bool) -> dict[str, Any]:

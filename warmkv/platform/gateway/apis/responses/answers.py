@@ -82,7 +82,7 @@ class Exchange:
             "input_tokens": usage.prompt,
             "input_tokens_details": {"cached_tokens": answer.started.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.thinking_tokens},
             "total_tokens": usage.prompt + usage.output,
             "warmkv": answer.details(),
         }
