@@ -110,12 +110,18 @@ def authenticate(headers: Mapping[str, str], keyring: Keyring, secret: bytes, no
     Open callers are never operators.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    key = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    key = headers.get("x-api-key") or bearer
     if found := keyring.callers.get(hash_key(key)):
         caller, expires = found
         if expires is not None and expires <= now:
-            raise ApiError("authentication_error", f"this API key expired at {expires.astimezone(UTC).isoformat()}")
+            ended = f"this API key expired at {expires.astimezone(UTC).isoformat()}"
+            raise ApiError("authentication_error", ended, code="invalid_api_key")
         return caller
     if keyring.open is not None:
         return Caller("open", open_tenant(key, keyring.open, secret), operator=False)
-    raise ApiError("authentication_error", "invalid x-api-key" if key else "x-api-key header is required")
+    if not key:
+        needed = "You didn't provide an API key: send it as a bearer token (Authorization: Bearer YOUR_KEY)."
+        raise ApiError("authentication_error", "x-api-key header is required", openai=needed)
+    wrong = "invalid x-api-key" if headers.get("x-api-key") else "invalid bearer token"
+    raise ApiError("authentication_error", wrong, code="invalid_api_key", openai="Incorrect API key provided.")

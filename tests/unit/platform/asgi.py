@@ -130,7 +130,8 @@ class Gateway:
         start, *parts = sent
         told = {name.decode(): value.decode() for name, value in start["headers"]}
         text = b"".join(part.get("body", b"") for part in parts).decode()
-        return Reply(start["status"], told, json.loads(text) if "json" in told["content-type"] else text)
+        is_json = text and "json" in told["content-type"]
+        return Reply(start["status"], told, json.loads(text) if is_json else text)
 
     def messages(self, key: str | None = None, **more: Any) -> Reply:
         """Return the answer to a short message."""

@@ -29,13 +29,14 @@ from warmkv.platform.gateway.apis.responses.store import Item, OtherGateways, Re
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.thinking import restore
 from warmkv.platform.gateway.console import add_console
-from warmkv.platform.gateway.faults import OPENAI_APIS, api_of
+from warmkv.platform.gateway.faults import api_of, speaks_openai
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.overload import LONGEST, OpenRequests, most_open, retry_header
 from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.gateway.live import summed
 from warmkv.platform.gateway.live_config import add_policy_endpoints
 from warmkv.platform.gateway.memory import memory_of
+from warmkv.platform.gateway.methods import HeadAsGet, allowed_methods
 from warmkv.platform.gateway.model_names import check_model, model_names
 from warmkv.platform.gateway.request_ids import RequestIds
 from warmkv.platform.gateway.service import Arrival, Service
@@ -121,6 +122,7 @@ def create_app(
     if config.control.allowed_origins:
         app.add_middleware(OperatorsCors, origins=config.control.allowed_origins)
     app.add_middleware(RequestIds, on_fault=refused)
+    app.add_middleware(HeadAsGet)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -128,11 +130,20 @@ def create_app(
 
     @app.exception_handler(404)
     async def not_found(request: Request, _: Exception) -> Response:
-        return refused(request, ApiError("not_found_error", f"{request.method} {request.url.path}"))
+        path = request.url.path
+        if api_of(path) == "embeddings":
+            why = f"this server makes no embeddings: its model writes text ({request.method} {path})"
+        else:
+            why = f"there is no {request.method} {path} on this server"
+        return refused(request, ApiError("not_found_error", why))
 
     @app.exception_handler(405)
     async def wrong_method(request: Request, _: Exception) -> Response:
-        return refused(request, ApiError("invalid_request_error", f"{request.method} is not allowed here"))
+        methods = ", ".join(allowed_methods(app.routes, request.scope))
+        why = f"{request.method} is not allowed here (allowed: {methods})"
+        response = refused(request, ApiError("invalid_request_error", why, status=405))
+        response.headers["allow"] = methods
+        return response
 
     @app.post("/v1/messages")
     async def create_message(request: Request) -> Response:
@@ -298,6 +309,6 @@ def error_response(request: Request, error: ApiError, retry_after: float) -> Res
     if error.final:
         headers["x-should-retry"] = "false"  # both SDKs would try a 500 again
     request_id = request.state.context.id
-    if api_of(request.url.path) in OPENAI_APIS:
+    if speaks_openai(request.url.path, request.headers):
         return JSONResponse(openai_body(error, request_id), error.status, headers)
     return JSONResponse(anthropic_body(error, request_id), error.status, headers)

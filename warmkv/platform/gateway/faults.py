@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from warmkv import telemetry
 from warmkv.config import GatewayConfig
@@ -21,8 +21,10 @@ APIS = {
     "/v1/completions": "completions",
     "/v1/responses": "responses",
     "/v1/models": "models",
+    "/v1/embeddings": "embeddings",
 }
-OPENAI_APIS = frozenset({"chat", "completions", "responses"})
+OPENAI_APIS = frozenset({"chat", "completions", "responses", "embeddings"})
+OTHER_APIS = frozenset({"messages", "count_tokens", "warmkv"})
 
 
 class ErrorLog:
@@ -73,6 +75,18 @@ def api_of(path: str) -> str:
     if "/v1/responses/" in path:
         return "responses"
     return "models" if "/v1/models/" in path else "other"
+
+
+def speaks_openai(path: str, headers: Mapping[str, str]) -> bool:
+    """Return True where a client wants OpenAI's form: by the API of the path, or by its headers if that is of several.
+
+    Clients of the Messages API send their version, even with a bearer token.
+    """
+    if (api := api_of(path)) in OPENAI_APIS | OTHER_APIS:
+        return api in OPENAI_APIS
+    if "anthropic-version" in headers or "x-api-key" in headers:
+        return False
+    return headers.get("authorization", "").lower().startswith("bearer ")
 
 
 def _place(error: BaseException) -> str:

@@ -128,4 +128,10 @@ def _refusals() -> Iterator[None]:
         yield
     except RateLimitError as error:
         message = f"{error.message} (gateway.limits.{error.setting})"
-        raise ApiError("rate_limit_error", message, reason=error.setting, retry_after=error.retry_after) from None
+        raise ApiError(
+            "rate_limit_error",
+            message,
+            reason=error.setting,
+            retry_after=error.retry_after,
+            code="rate_limit_exceeded",
+        ) from None
