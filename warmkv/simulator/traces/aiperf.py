@@ -14,7 +14,7 @@ from typing import Any
 from warmkv.prefixes.reported_usage import split
 from warmkv.simulator.traces.calls import NOTE, Call, Texts, check
 from warmkv.simulator.traces.columns import RowError, TraceError
-from warmkv.simulator.traces.rows import LONGEST, Format, Parse, Reading, field, has_keys, lines, mapping, number
+from warmkv.simulator.traces.rows import LONGEST, Format, Parse, Reading, field, has_keys, mapping, number, objects
 
 KEYS = ("metadata", "metrics", "request_start_ns")
 INPUTS = "inputs.json"
@@ -93,4 +93,4 @@ def _body(payloads: list[Mapping[str, Any]], session: str) -> Mapping[str, Any]:
     return {**last, "messages": [*told, *messages]}
 
 
-AIPERF = Format("aiperf", lambda line: has_keys(line, KEYS), parser, lines, NOTE, records=True)
+AIPERF = Format("aiperf", lambda line: has_keys(line, KEYS), parser, objects, NOTE, records=True)
