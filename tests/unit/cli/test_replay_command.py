@@ -81,6 +81,14 @@ def replayed(path, *options):
     return json.loads(call("replay", path, *options, "--json").stdout)["variants"]
 
 
+def test_lifetimes_are_written_as_elsewhere(log):
+    options = ("--ttl", "60", "--ttl", "5m, 1h", "--ttl", "unlimited", "--policy", "full")
+    assert [variant["ttl"] for variant in replayed(log, *options)] == [60, 300, 3600, "unlimited"]
+    result = call("replay", log, *options, "--details")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count(" unlimited ") >= 4
+
+
 def test_the_grid_follows_the_options(log):
     result = call("replay", log, "--ttl", 60, "--policy", "snapkv", "--budget", 128, "--as-recorded", "--json", "-")
     assert result.exit_code == 0, result.output
@@ -124,10 +132,14 @@ def test_json_goes_to_a_file_beside_the_table(log, tmp_path):
     ("content", "options", "message"),
     [
         (None, [], "cannot read"),
-        ("", [], "has no request to replay"),
-        ("{\n[]\n", [], "has no request to replay"),
-        ("{\n", ["--strict"], ":1: not JSON"),
-        ("GOOD", ["--ttl", "-1"], "a TTL must be a positive number of seconds"),
+        ("", [], "is empty"),
+        ("{\n[]\n", [], "is of no format that is recognised"),
+        ("{\n", ["--format", "warmkv"], "has no request to replay; it was read as warmkv"),
+        ("{\n", ["--format", "warmkv", "--strict"], ":1: not JSON"),
+        ("GOOD", ["--ttl", "0"], "a TTL must be a positive number of seconds"),
+        ("GOOD", ["--ttl", "-1"], "'-1' is no time"),
+        ("GOOD", ["--ttl", "soon"], "'soon' is no time"),
+        ("GOOD", ["--ttl", ","], "--ttl is empty"),
         ("GOOD", ["--budget", "much"], "--budget much: write tokens"),
         ("GOOD", ["--budget", "1.5"], "a share must be in"),
         ("GOOD", ["--policy", "magic"], "policy magic at budget 0.2: name"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from warmkv.cli.command import resumable
+from warmkv.cli.command import no_standard_output, resumable
 from warmkv.cli.options import JsonOptions, MachineOptions, QualityOption, ReplayOptions, SettingsOptions, WorkerOptions
 from warmkv.cli.simulating.sweep import runner_of
 from warmkv.extras import require
@@ -38,9 +38,12 @@ def tune(
     subject_to: Annotated[
         str, typer.Option(help="Limits on figures, as in `ttft_p99<2,quality>0.95`.", show_default="no limit")
     ] = "",
-    out: Annotated[Path, typer.Option(help="Folder of the trials; one that holds this search is continued.")] = Path(
-        "runs/tune"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder of the trials; one that holds this search is continued.", callback=no_standard_output
+        ),
+    ] = Path("runs/tune"),
     trials: Annotated[int, typer.Option(min=1, help="Most choices to try; a space no larger is tried in full.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="The same seed tries the same choices.")] = 0,
     quality: QualityOption = None,

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 def verify(
     log: Annotated[
-        Path, typer.Argument(help="Access log of a live run, or a log of a hosted API.", show_default=False)
+        Path,
+        typer.Argument(
+            help="Access log of a live run, or a log of a hosted API; `-`: standard input.", show_default=False
+        ),
     ],
     step_times: StepTimesOption = StepTimeChoice.AUTO,
     format: FormatOption = None,

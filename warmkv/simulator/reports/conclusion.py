@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -33,6 +34,8 @@ def conclude(results: Sequence[Result]) -> list[str]:
 
 def duration(seconds: float) -> str:
     """Return a lifetime as it is written in settings: 300 s are 5m, 3600 s are 1h."""
+    if math.isinf(seconds):
+        return "unlimited"
     for size, unit in ((3600, "h"), (60, "m")):
         if seconds >= size and seconds % size == 0:
             return f"{seconds / size:g}{unit}"

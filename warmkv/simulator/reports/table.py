@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -55,8 +56,13 @@ def document(results: Sequence[Result], times: StepTimes, source: str) -> dict[s
     """Return all figures of all variants, and the step times they were computed with."""
     return {
         "step_times": {"source": source, **times.figures()},
-        "variants": [{**asdict(result), "figures": figures(result)} for result in results],
+        "variants": [{**asdict(result), "ttl": ttl_of(result.ttl), "figures": figures(result)} for result in results],
     }
+
+
+def ttl_of(ttl: float | None) -> float | str | None:
+    """Return a lifetime for a document: JSON has no infinity, and null is the one that was recorded."""
+    return "unlimited" if ttl == math.inf else ttl
 
 
 def _money(results: Sequence[Result]) -> Table:
@@ -144,7 +150,8 @@ def _table(title: str, caption: str, *columns: str) -> Table:
 
 
 def _name(result: Result) -> tuple[str, str]:
-    return result.policy, "as marked" if result.ttl is None else f"{result.ttl:g}"
+    ttl = ttl_of(result.ttl)
+    return result.policy, "as marked" if ttl is None else ttl if isinstance(ttl, str) else f"{ttl:g}"
 
 
 def _count(number: int) -> str:
