@@ -21,6 +21,10 @@ BLOCK = 64  # tokens, if the caller does not say
 NOTE = "prefixes are those of prompts in the log, hashed as text, or else derived from conversations and reported reads"
 
 
+ONE_SERVER = "server"
+"""Stands for the replica of requests whose log is of one server, with its own latencies."""
+
+
 class Call(NamedTuple):
     """A request that was answered. Where the log has its prompt, `plan` names its prefixes, and `tokens` counts it."""
 
@@ -33,6 +37,7 @@ class Call(NamedTuple):
     id: str = ""  # of several rows with the same id the last one counts
     ttft: float = 0.0  # 0 if unknown, or not the time of a server that a replay stands for
     e2e: float = 0.0
+    replica: str = ""  # `ONE_SERVER` where they are
     tokens: int = 0
     plan: CachePlan | None = None
     bytes_per_token: float = 0.0
@@ -93,6 +98,7 @@ def records(calls: Iterable[Call], reading: Reading) -> Iterator[RequestRecord]:
             reads=plan.reads,
             usage=call.usage,
             cached_tokens=call.usage.read,
+            replica=call.replica,
             ttft=call.ttft,
             e2e=call.e2e,
             session=call.session,
