@@ -137,7 +137,8 @@ class Gateway:
 
         @asynccontextmanager
         async def listening(app: Any) -> AsyncIterator[None]:
-            async with inner(app), serving(app, self._application, self._service.config.gateway, self._node) as server:
+            config, give_up = self._service.config, self._replies.stop
+            async with inner(app), serving(app, self._application, config, self._node, give_up) as server:
                 self._http = server
                 yield
 
