@@ -193,6 +193,34 @@ def test_what_goes_on_when_a_gateway_must_stop_ends_with_an_error_that_nobody_re
     play(scenario, "engine.max_slots=1", "engine.max_queue=1", replicas=1)
 
 
+def test_who_waits_in_line_is_routed_once_when_a_replica_has_room_for_it():
+    """Its free replica has failed it, or its circuit is open: events of others must not make it decide again."""
+    flags = ("engine.max_slots=1", "engine.max_queue=1")
+
+    async def scenario(cluster: Cluster) -> None:
+        await settle(cluster)
+        full = [cluster.sender.send(attempt(str(number), replica="0")) for number in range(2)]
+        await settle(cluster)
+        assert loads(cluster) == {"0": 2, "1": 0}
+        failed = Attempt(make_request(prompt(4), name="failed"), replica="1")
+        waiting = cluster.sender.send(Attempt(make_request(prompt(4), name="again"), (failed,)))
+        for _ in range(5):
+            cluster.sender.follow({"0": "", "1": ""})
+        assert waiting in cluster.sender._line
+        before = cluster.router._dispatcher._turn
+        assert before == 2  # the first two
+        cluster.replicas[0].step(9)
+        await settle(cluster)
+        await full[0].aclose()  # it has ended
+        await settle(cluster)
+        assert waiting not in cluster.sender._line
+        assert cluster.router._dispatcher._turn == before + 1
+        for box in (*full, waiting):
+            await box.aclose()
+
+    play(scenario, *flags)
+
+
 def test_a_request_waits_for_a_replica_that_runs_and_is_connected():
     async def scenario(cluster: Cluster) -> None:
         cluster.sender.follow({})
