@@ -59,6 +59,33 @@ def test_it_ends_with_what_the_lifetimes_did(tmp_path):
     assert last.startswith(f"TTL 1h instead of 5m: +{points:.1f} points hit rate for the same memory")
 
 
+def test_refusals_are_told_with_their_causes(tmp_path):
+    """Six short prompts at once for two slots and a queue of one, and two that no slot holds."""
+    path = tmp_path / "log.jsonl"
+    short = [record(0.0, [n] * 100, 200, name=f"short {n}") for n in range(6)]
+    long = [record(1.0, [n] * 60_000, 200, name=f"long {n}") for n in range(2)]
+    path.write_text("".join(one.to_json() + "\n" for one in (*short, *long)))
+    options = ("--ttl", 300, "--policy", "full", "--set", "engine={max_slots: 2, max_queue: 1, kv_bytes: 64MiB}")
+    shown = call("replay", path, *options).stdout
+    assert "8 requests over" in shown
+    assert f"{6 * 100 + 2 * 60_000:,} prompt and {8 * 200:,} output tokens" in shown
+    assert "refused" in shown.splitlines()[4]
+    assert "62.5%" in shown.splitlines()[5]
+    said = " ".join(shown.splitlines()[8:]).strip()
+    assert said.startswith("5 of 8 requests were refused under full and are in no other figure: 2 fit no replica")
+    assert "3 found all queues full" in said
+    (figures,) = replayed(path, *options)
+    assert (figures["refused"], figures["too_large"]) == (5, 2)
+
+
+def test_over_vllm_a_ttl_changes_no_more_than_bills(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(record(600.0 * n, [1] * 200).to_json() + "\n" for n in range(4)))
+    shown = call("replay", path, "--ttl", 300, "--ttl", 3600, "--set", "engine.kind=vllm").stdout
+    assert "hit: prompt tokens found, and within their TTL;" in shown
+    assert shown.splitlines()[-1].endswith("; vLLM computes and holds the same.")
+
+
 def test_memory_without_hits_is_told(tmp_path):
     """Prompts that nobody repeats: an hour keeps what five minutes have let go, for nothing."""
     path = tmp_path / "log.jsonl"

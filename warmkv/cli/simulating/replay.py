@@ -115,7 +115,7 @@ def replay(
         errors.print(", ".join(not_measured))
 
     def show() -> None:
-        table.show_overview(results, arrivals, source, console)
+        table.show_overview(results, requests.records, arrivals, source, console)
         if details:
             print()
             table.show_details(results, console)
@@ -158,7 +158,7 @@ def _replay_with_bar(
 
                 own = {"variant": {"policy": variant.label, "ttl": table.ttl_of(variant.ttl)}}
                 with writing(folder):
-                    run_folder.write(folder, done, {**meta, **own}, settings.prices)
+                    run_folder.write(folder, done, {**meta, **own}, settings.prices_of)
     return results
 
 

@@ -39,7 +39,9 @@ def sweep(
             help="Folder of the results; one that holds this sweep is continued.", callback=no_standard_output
         ),
     ] = Path("runs/sweep"),
-    front: Annotated[str, typer.Option(help="Figures of the Pareto front, the cost first.")] = FRONT,
+    front: Annotated[
+        str, typer.Option(help="Figures of the Pareto front, the cost first; refused is one where it differs.")
+    ] = FRONT,
     quality: QualityOption = None,
     as_recorded: Annotated[
         bool, typer.Option("--as-recorded", help="Keep each request's own policy instead of compression.policy.")
@@ -77,7 +79,9 @@ def sweep(
         with bar("sweeping", len(points)) as progress, runner_of(running, requests, base, len(points)) as runner:
             results = sweeping.sweep(points, tasks, folder, runner, progress)
         prompts = sweeping.prompt_lengths(requests.requests)
-        rows = sweeping.with_front(sweeping.rows_of(points, tasks, results, measured, prompts), axes)
+        rows = sweeping.rows_of(points, tasks, results, measured, prompts)
+        axes = sweeping.with_refusals(axes, rows)
+        rows = sweeping.with_front(rows, axes)
         idle = sweeping.without_effect(rows)
         document = {
             "meta": folder.meta,

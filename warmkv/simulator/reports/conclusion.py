@@ -57,12 +57,14 @@ def _about_ttl(results: Sequence[Result]) -> str | None:
         if abs(other.stored.peak - short.stored.peak) < LEAST_RATIO * short.stored.peak:
             return None
         hits = "the same hit rate"
+    change = f"TTL {duration(other.ttl or 0.0)} instead of {duration(short.ttl or 0.0)}: {hits}"
+    if other.refused != short.refused:
+        return f"{change}, but other requests were refused: compare nothing else."
     bill = other.dollars / short.dollars - 1 if short.dollars else 0.0
     billed = f", bills {bill:+.0%}" if abs(bill) >= LEAST_POINTS else ""
-    memory = _times(other.stored.peak, short.stored.peak)
-    return (
-        f"TTL {duration(other.ttl or 0.0)} instead of {duration(short.ttl or 0.0)}: {hits} for {memory} memory{billed}."
-    )
+    if short.keeps_by_lru:
+        return f"{change}{billed}; vLLM computes and holds the same."
+    return f"{change} for {_times(other.stored.peak, short.stored.peak)} memory{billed}."
 
 
 def _about_policy(results: Sequence[Result]) -> str | None:

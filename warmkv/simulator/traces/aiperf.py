@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from warmkv.prefixes.reported_usage import split
-from warmkv.simulator.traces.calls import NOTE, Call, Texts, check
+from warmkv.simulator.traces.calls import NOTE, ONE_SERVER, Call, Texts, check
 from warmkv.simulator.traces.columns import RowError, TraceError
 from warmkv.simulator.traces.rows import LONGEST, Format, Parse, Reading, field, has_keys, mapping, number, objects
 
@@ -45,6 +45,7 @@ def parser(reading: Reading) -> Parse:
             session=session,
             ttft=_metric(metrics, "time_to_first_token") / 1e3,
             e2e=_metric(metrics, "request_latency") / 1e3,
+            replica=ONE_SERVER,
         )
         turns, turn = payloads.get(str(metadata.get("conversation_id")), []), metadata.get("turn_index") or 0
         return (texts.named(call, _body(turns[: turn + 1], session) if turn < len(turns) else {}),)

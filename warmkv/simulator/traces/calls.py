@@ -25,6 +25,10 @@ UNITS = (1, 10**3, 10**6, 10**9)  # of a number that is a moment: seconds, milli
 LATEST = 10**11  # in its unit: seconds until the year 5138, as milliseconds from March 1973 on
 
 
+ONE_SERVER = "server"
+"""Stands for the replica of requests whose log is of one server, with its own latencies."""
+
+
 class Call(NamedTuple):
     """A request that was answered. Where the log has its prompt, `plan` names its prefixes, and `tokens` counts it."""
 
@@ -37,6 +41,7 @@ class Call(NamedTuple):
     id: str = ""  # of several rows with the same id the last one counts
     ttft: float = 0.0  # 0 if unknown, or not the time of a server that a replay stands for
     e2e: float = 0.0
+    replica: str = ""  # `ONE_SERVER` where they are
     tokens: int = 0
     plan: CachePlan | None = None
     bytes_per_token: float = 0.0
@@ -101,6 +106,7 @@ def records(calls: Iterable[Call], reading: Reading) -> Iterator[RequestRecord]:
             reads=plan.reads,
             usage=call.usage,
             cached_tokens=call.usage.read,
+            replica=call.replica,
             ttft=call.ttft,
             e2e=call.e2e,
             session=call.session,
