@@ -36,7 +36,9 @@ def serve_until_stopped(config: Config, console: Console) -> None:
             path = stack.enter_context(kept(service.port, service.operator_key))
             says = f"warmkv policy show --url {service.url}    # your key as its operator is in {path}"
         except OSError:  # no home, or one that is read-only
-            says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
+            says = f"warmkv policy show --url {service.url}    # with an operator's key in WARMKV_API_KEY"
+            if console.is_terminal:  # else it would stay in a log
+                says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
         console.print(f"\n    {says}")
         console.print(f"    {service.url}/console    # the same in a browser, with live figures")
         if plans := memory_plans(config, 2 * HEARTBEAT_SECONDS):

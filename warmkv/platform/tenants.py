@@ -111,7 +111,7 @@ def authenticate(headers: Mapping[str, str], keyring: Keyring, secret: bytes, no
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     key = headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
-    if found := keyring.callers.get(hash_key(key)):
+    if key and (found := keyring.callers.get(hash_key(key))):
         caller, expires = found
         if expires is not None and expires <= now:
             raise ApiError("authentication_error", f"this API key expired at {expires.astimezone(UTC).isoformat()}")
