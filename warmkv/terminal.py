@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from rich import box
@@ -27,6 +29,22 @@ class Terminal(Console):
 
 console = Terminal()
 errors = Terminal(stderr=True)
+
+
+def is_standard(file: str | Path) -> bool:
+    """Return True for `-`, which names standard output, or standard input."""
+    return str(file) == "-"
+
+
+@contextmanager
+def text_output(file: str | Path) -> Iterator[IO[str]]:
+    """Open a text file to be written; `-` is standard output. Raises OSError."""
+    if is_standard(file):
+        yield sys.stdout
+        sys.stdout.flush()
+        return
+    with Path(file).open("w", encoding="utf-8") as opened:
+        yield opened
 
 
 def plain_table(*heads: str, left: int = 1, gap: int = 3) -> Table:

@@ -28,7 +28,8 @@ WARMKV = Path(sys.executable).with_name("warmkv")
 
 
 def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
-    settings = ["gateway.port=0", f"gateway.access_log={tmp_path / 'log.jsonl'}", "cluster.replicas=1"]
+    log = tmp_path / "log.jsonl"
+    settings = ["gateway.port=0", f"gateway.access_log={log}", "cluster.replicas=1", "cluster.drain_seconds=1"]
     command = [WARMKV, "serve", *(part for setting in settings for part in ("--set", setting))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -46,11 +47,20 @@ def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
         assert requests.get(f"{found[1]}/v1/warmkv/policy", timeout=PATIENCE).status_code == 403
         shown = subprocess.run([WARMKV, "policy", "show", "--url", found[1]], capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr  # it found the operator's key of this run
-        process.send_signal(signal.SIGINT)
+        long = {**body, "max_tokens": 4000, "stream": True, "warmkv": {"ignore_eos": True}}
+        with requests.post(f"{found[1]}/v1/messages", json=long, stream=True, timeout=PATIENCE) as streamed:
+            lines = streamed.iter_lines()
+            assert next(lines) == b"event: message_start"
+            process.send_signal(signal.SIGINT)
+            events = [line for line in lines if line]
+        assert events[-2] == b"event: error"  # it has a second to end, and takes many
+        assert b"The server is being stopped" in events[-1]
         rest, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, seen + rest
         assert "Traceback" not in seen + rest
-        assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
+        logged = [json.loads(line) for line in log.read_text().splitlines()]
+        assert [(line["status"], line["error"]) for line in logged] == [("ok", ""), ("error", "overloaded_error")]
+        assert logged[1]["output_tokens"] > 0
     finally:
         process.kill()
 

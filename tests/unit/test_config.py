@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from warmkv.config import Config, ConfigError, EngineConfig, load, parse, removed
+from warmkv.config import Config, ConfigError, EngineConfig, load, parse, removed, strict_yaml
 from warmkv.config.removed import MOVED, REMOVED
 from warmkv.policy_spec import PolicySpec
 
@@ -61,6 +61,28 @@ def test_values_are_yaml():
     assert config.prefix_cache.ttls == {"5m": 60.0}
     assert config.compression.policy == PolicySpec(name="snapkv", budget=0.2)
     assert config.model.name == "b"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gateway:\n  port: 1\ngateway:\n  strict: true\n", r"'gateway' is there twice, first in line 1.*line 3"),
+        ("gateway: {port: 1, port: 2}\n", "'port' is there twice"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(file, text, says):
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.compile(says, re.DOTALL)):
+        load(file, environ={})
+    with pytest.raises(ConfigError, match="is there twice"):
+        load(flags=["gateway={port: 1, port: 2}"], environ={})
+
+
+def test_what_is_merged_from_an_anchor_may_be_written_again(file):
+    file.write_text("gateway: {limits: &limits {requests_per_minute: 1}, tenants: []}\nengine: {max_slots: 3}\n")
+    assert load(file, environ={}).gateway.limits.requests_per_minute == 1
+    merged = strict_yaml.load("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\n")
+    assert merged == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
 
 
 @pytest.mark.parametrize("choice", ["auto", "on", "off"])

@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from warmkv.config import ConfigError
 from warmkv.extras import advice
 from warmkv.faults import UserError
-from warmkv.terminal import errors
+from warmkv.terminal import errors, is_standard, text_output
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -114,10 +114,10 @@ def resumable(out: Path) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def write(text: str, file: str | Path) -> None:
-    """Write a text file that a user named; a folder that is missing or may not be written ends the command."""
-    with writing(file):
-        Path(file).write_text(text, encoding="utf-8")
+def write(text: str, file: str | Path, code: int = 2) -> None:
+    """Write a text file that a user named; `-` is standard output. What cannot be written ends the command."""
+    with writing(file, code), text_output(file) as out:
+        out.write(text)
 
 
 @contextmanager
@@ -125,6 +125,8 @@ def writing(file: str | Path, code: int = 2) -> Iterator[None]:
     """End the command with a sentence where a file or folder cannot be written."""
     try:
         yield
+    except BrokenPipeError:  # whoever read standard output has left
+        raise
     except OSError as error:
         fail(f"cannot write {error.filename or file}: {error.strerror or error}", code)
 
@@ -133,6 +135,14 @@ def make_folder_of(file: str | Path) -> None:
     """Make the folder of what will be written, before an hour of work."""
     with writing(file):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
+
+
+def no_standard_output(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Refuse `-` for a folder, or a file that is more than written once: the callback of such an option."""
+    if value is not None and is_standard(value):
+        named = param.opts[0] if param.opts[0].startswith("-") else param.opts[0].upper()
+        fail(f"{named}: `-` is standard output, which this cannot be; give it a name")
+    return value
 
 
 def _end(what: str, message: str, code: int) -> NoReturn:

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from warmkv.cli.command import writing
+from warmkv.cli.command import write
+from warmkv.terminal import is_standard
 
 PAGES = {
     "serve": "api.md",
@@ -41,8 +42,9 @@ Written by `warmkv docs`, from what `--help` shows: `make docs` writes it anew.
 Every command exits 0 if it did what was asked, 2 if it was asked for something that cannot be (an option, a setting,
 a file), 70 for a fault of warmkv, with its traceback; `serve`, `demo`, `observe`, `policy`, `packs`, `dashboards` and
 `k8s` exit 1 where the machine or the service stands in the way. `--json` prints the result alone, as JSON; `--json
-FILE` writes it to a file as well. Settings come from a YAML file (`--config`), then `WARMKV_SECTION__KEY` variables,
-then `--set section.key=value`. `warmkv --install-completion` sets up completion for the shell.
+FILE` writes it to a file as well. `-` is standard output where a file is written, and standard input where a trace is
+read. Settings come from a YAML file (`--config`), then `WARMKV_SECTION__KEY` variables, then `--set section.key=value`.
+`warmkv --install-completion` sets up completion for the shell.
 """
 
 
@@ -55,9 +57,9 @@ def docs(
     """
     from warmkv.cli import app
 
-    with writing(file):
-        file.write_text(page(typer.main.get_command(app)), encoding="utf-8")
-    print(f"wrote {file}")
+    write(page(typer.main.get_command(app)), file)
+    if not is_standard(file):
+        print(f"wrote {file}")
 
 
 def page(root: Any) -> str:

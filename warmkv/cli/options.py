@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,11 +13,13 @@ import typer
 
 from warmkv.cli.command import fail, write
 from warmkv.config import Config, load
-from warmkv.terminal import bar, errors, plain_table, show_table
+from warmkv.terminal import bar, errors, is_standard, plain_table, show_table
 
 if TYPE_CHECKING:
     from warmkv.simulator.traces import Trace
     from warmkv.simulator.workload.source import LoadedTrace, Source
+
+NAMED_FILES = 20  # that were left out
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,17 @@ class JsonOptions:
         """Return True if nothing else is printed."""
         return self.json_file == "-"
 
+    def leaves_output_to(self, option: str, file: Path | None) -> bool:
+        """Return True if a file that the command writes is standard output, where nothing else is printed then.
+
+        Ends the command if the JSON is to be printed, too.
+        """
+        if file is None or not is_standard(file):
+            return False
+        if self.alone:
+            fail(f"{option} - and --json: both print to standard output; give one of them a file")
+        return True
+
     def give(self, document: object, show: Callable[[], object]) -> None:
         """Print the result for people, unless its JSON is to be printed; then write that to the file, if any."""
         text = json.dumps(document, indent=2)
@@ -88,7 +101,7 @@ class JsonOptions:
 
 
 FormatOption = Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")]
-StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first broken row of the trace.")]
+StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first broken row or unrecognised file.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of prompts and synthetic keys and values.")]
 
 
@@ -99,7 +112,8 @@ class TraceOptions:
     trace: Annotated[
         Path,
         typer.Argument(
-            help="An access log, or a trace of any format that is read; a folder: all its files.", show_default=False
+            help="An access log, or a trace of any format that is read; a folder: all its files; `-`: standard input.",
+            show_default=False,
         ),
     ]
     format: FormatOption = None
@@ -118,11 +132,11 @@ class TraceOptions:
         reading = traces.Reading(self.block_size, self.characters_per_token)
         with bar(f"reading {self.trace.name}") as progress:
             trace = traces.read(self.trace, self.format, reading=reading, strict=self.strict, progress=progress)
-        tell_left_out(trace.broken, trace.skipped, trace.faults)
+        tell_left_out(trace.broken, trace.skipped, trace.faults, trace.unrecognised)
+        if not len(trace):
+            fail(f"{self.trace} has no request; it was read as {trace.format}")
         for note in trace.notes:
             errors.print(f"{trace.format}: {note}")
-        if not len(trace):
-            fail(f"{self.trace} has no request")
         return trace
 
 
@@ -234,21 +248,39 @@ def read_requests(source: Source, base: Config) -> LoadedTrace:
 
     with bar(f"reading {source.path.name}") as progress:
         trace = sources.read(source, base, progress)
-    tell_left_out(trace.broken, trace.skipped, trace.faults)
+    tell_left_out(trace.broken, trace.skipped, trace.faults, trace.unrecognised)
+    if not trace.requests.records:
+        fail(f"{source.path} has no request to replay; it was read as {trace.format}")
     for note in trace.notes:
         errors.print(f"{source.path.name}: {note}")
-    if not trace.requests.records:
-        fail(f"{source.path} has no request to replay; the gateway writes one to gateway.access_log")
     return trace
 
 
-def tell_left_out(broken: int, skipped: int, faults: tuple[str, ...]) -> None:
-    """Say what of a trace was left out."""
+def tell_left_out(broken: int, skipped: int, faults: Sequence[str], files: Sequence[str] = ()) -> None:
+    """Say what of a trace was left out: broken lines, failed requests, files of a folder that are no trace."""
+    if files:
+        more = f" and {len(files) - NAMED_FILES:,} more" if len(files) > NAMED_FILES else ""
+        errors.print(f"{len(files):,} files of no recognised format left out", style="yellow", end="")
+        errors.print(f": {', '.join(files[:NAMED_FILES])}{more}")
     if broken:
         errors.print(f"{broken:,} broken lines left out", style="yellow", end="")
         errors.print(f"; the first: {faults[0]}")
     if skipped:
         errors.print(f"{skipped:,} requests left out that failed, were cancelled or ran inside another")
+
+
+def split(values: Sequence[str]) -> list[str]:
+    """Return the parts of an option that may be repeated, or hold a list with commas."""
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+
+
+def lifetimes(option: str, values: Sequence[str]) -> list[float]:
+    """Read TTLs in seconds, each as `300`, `5m`, `1h` or `unlimited`. Raises QuantityError."""
+    from warmkv.simulator.studies import quantities
+
+    if values and not split(values):
+        fail(f"{option} is empty; write 300, 5m, 1h or unlimited")
+    return [quantities.seconds(text) for text in split(values)]
 
 
 def listed(items: tuple[object, ...]) -> str:

@@ -10,6 +10,7 @@ import yaml
 from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
 
 from warmkv.config.base import ConfigError
+from warmkv.config.strict_yaml import StrictLoader
 from warmkv.config.values import Place, discard, put, read_value
 
 ENV_PREFIX, ENV_DELIMITER = "WARMKV_", "__"
@@ -84,7 +85,7 @@ def _assignments(assigned: Sequence[tuple[str, str, str]], above: Sequence[TreeS
 def document_source(path: Path, above: Sequence[TreeSource]) -> TreeSource:
     """Read a YAML document. Raises ConfigError if it cannot be read, or is no mapping of sections."""
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        loader = StrictLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
         tree = loader.construct_document(root) if root else {}
     except OSError as error:

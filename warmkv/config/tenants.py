@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import AfterValidator, AwareDatetime, Field, model_validator
 
 from warmkv.config.base import Section
 
@@ -13,7 +14,16 @@ Right = Literal["policy", "replica", "ignore_eos"]
 """A field of a request's `warmkv` options that not every tenant may use."""
 
 
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+EMPTY = hashlib.sha256(b"").hexdigest()
+
+
+def _of_a_key(sha256: str) -> str:
+    if sha256 == EMPTY:
+        raise ValueError("it is the hash of an empty key, which everybody has: was the key that was hashed unset?")
+    return sha256
+
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), AfterValidator(_of_a_key)]
 
 
 class KeyConfig(Section):

@@ -58,6 +58,10 @@ class Config(Section):
         """Return the prices of the model that is served."""
         return self.pricing.of(self.model.name)
 
+    def prices_of(self, model: str) -> Prices:
+        """Return the prices of a model that a log names: its own where it has any, else those of the one served."""
+        return self.pricing.of(model if model in self.pricing.models else self.model.name)
+
     @property
     def batches_as_vllm(self) -> bool:
         """Return True if simulated replicas form their batches as vLLM does."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from warmkv.config import strict_yaml
 from warmkv.config.base import ConfigError
 
 Place = tuple[int | str, ...]
@@ -15,7 +16,7 @@ Place = tuple[int | str, ...]
 def read_value(dotted: str, text: str) -> Any:
     """Parse a value as it is written behind `section.key=`. Raises ConfigError."""
     try:
-        return yaml.safe_load(text)
+        return strict_yaml.load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{dotted}: {text!r} is not a YAML value: {error}") from None
 

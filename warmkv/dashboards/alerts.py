@@ -278,8 +278,8 @@ ALERTS = (
         "WarmkvLogLost",
         "warning",
         "0m",
-        _grew(t.DROPPED_LINES, 15, '{log="access"}'),
-        "Lines of the access log are lost",
-        "{{ $value | humanize }} requests of {{ $labels.application }} are not in the access log.",
+        _grew(t.DROPPED_LINES, 15, '{log=~"access|audit"}'),
+        "Lines of the access log or the audit log are lost",
+        "{{ $value | humanize }} lines of {{ $labels.application }} are not in its access log or audit log.",
     ),
 )

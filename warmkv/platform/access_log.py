@@ -107,7 +107,7 @@ class AccessLog:
 
     def _complain(self, error: Exception) -> None:
         if (suppressed := self._complaints.take()) is not None:
-            log.error("access log %s: %s suppressed=%d", self._path, error, suppressed)
+            log.error("log %s: %s suppressed=%d", self._path, error, suppressed)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -52,6 +52,13 @@ class Router:
         """Return the requests of this gateway that a replica has."""
         return self._dispatcher.in_flight.load.get(replica, 0)
 
+    def eligible(self, attempt: Attempt, replicas: Sequence[str]) -> Sequence[str]:
+        """Return those of the replicas, at least one, that an attempt may go to."""
+        for earlier in attempt.given_up:
+            if earlier.booking is not None:
+                self._dispatcher.in_flight.give_up(earlier.booking)
+        return self._dispatcher.eligible(replicas, _failed(attempt))
+
     def choose(self, number: int, attempt: Attempt, replicas: Sequence[str], *, moves: bool = True) -> list[str]:
         """Rank the replicas, at least one, for an attempt, which is booked on the best; the attempt learns of it.
 
@@ -90,16 +97,13 @@ class Router:
 
     def _choose(self, number: int, attempt: Attempt, replicas: Sequence[str], moves: bool) -> list[str]:
         dispatcher, request = self._dispatcher, attempt.request
-        for earlier in attempt.given_up:
-            if earlier.booking is not None:
-                dispatcher.in_flight.give_up(earlier.booking)
         choice = dispatcher.choose(
             number,
             request.hashes,
             replicas,
             wanted=request.replica,
             queues=self._queues(replicas),
-            avoid={earlier.replica for earlier in attempt.given_up if earlier.replica is not None},
+            avoid=_failed(attempt) if attempt.given_up else (),
             leaves=self._leaves(request),
             config=attempt.routing,
             session=request.session,
@@ -130,7 +134,7 @@ class Router:
         record(telemetry.EXPECTED_TOKENS, max(0, cached - expected), outcome="unexpected")
 
     def _leaves(self, request: GenerateRequest) -> int:
-        """Leading blocks of a prompt that the replica which computes it will hold."""
+        """Return the leading blocks of a prompt that the replica which computes it will hold."""
         cache = self._config.prefix_cache
         if not cache.enabled:
             return 0
@@ -145,14 +149,17 @@ class Router:
 
     # --- the prefix directory
 
-    def follow(self, name: str) -> list[asyncio.Task[None]]:
-        """Keep the copy of the index up to date from now on; `name` is this gateway's, for the directory's status."""
+    @property
+    def shards(self) -> list[Shard]:
+        """Return those of the directory, each of which is to be followed."""
         shards = self._config.directory.shards
-        loop = asyncio.get_running_loop()
-        return [loop.create_task(self._follow(Shard(number, shards), name)) for number in range(shards)]
+        return [Shard(number, shards) for number in range(shards)]
 
-    async def _follow(self, shard: Shard, name: str) -> None:
-        """While the directory is away, the copy goes on serving."""
+    async def follow(self, shard: Shard, name: str) -> None:
+        """Keep the copy of the index up to date with a shard; `name` is this gateway's, for the directory's status.
+
+        While the directory is away, the copy goes on serving.
+        """
         import ray
 
         config, label = self._config, str(shard.number)
@@ -174,3 +181,8 @@ class Router:
                 self._recorder.set(telemetry.FOLLOWING, 0, shard=label)
                 directory = None
                 await asyncio.sleep(RETRY_SECONDS)
+
+
+def _failed(attempt: Attempt) -> set[str]:
+    """Return the replicas that have failed a request, or were full."""
+    return {earlier.replica for earlier in attempt.given_up if earlier.replica is not None}

@@ -36,7 +36,9 @@ def serve_until_stopped(config: Config, console: Console) -> None:
             path = stack.enter_context(kept(service.port, service.operator_key))
             says = f"warmkv policy show --url {service.url}    # your key as its operator is in {path}"
         except OSError:  # no home, or one that is read-only
-            says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
+            says = f"warmkv policy show --url {service.url}    # with an operator's key in WARMKV_API_KEY"
+            if console.is_terminal:  # else it would stay in a log
+                says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
         console.print(f"\n    {says}")
         console.print(f"    {service.url}/console    # the same in a browser, with live figures")
         if plans := memory_plans(config, 2 * HEARTBEAT_SECONDS):
@@ -65,13 +67,17 @@ def tenant_with_key(file: Path) -> str:
 
 
 def _explain(url: str, config: Config, console: Console) -> None:
-    name = config.model.name
+    name, open_to_all = config.model.name, config.gateway.is_open
+    key = '"any"' if open_to_all else 'os.environ["WARMKV_API_KEY"]'
+    shown = "" if open_to_all else ' -H "x-api-key: $WARMKV_API_KEY"'
+    if not open_to_all:
+        console.print("    export WARMKV_API_KEY=...    # of one of the tenants\n")
     console.print(Text.assemble("serving ", (name, "bold"), " at ", (url, "bold"), " (Ctrl-C stops it)\n"))
     console.print(
-        "    import anthropic\n"
-        f'    client = anthropic.Anthropic(base_url="{url}", api_key="any")\n'
+        f"    import anthropic{'' if open_to_all else ', os'}\n"
+        f'    client = anthropic.Anthropic(base_url="{url}", api_key={key})\n'
         f'    client.messages.create(model="{name}", max_tokens=64,\n'
         '                           messages=[{"role": "user", "content": "Hello"}])\n\n'
-        f"    curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"    curl {url}/v1/chat/completions -H 'content-type: application/json'{shown} \\\n"
         f"""         -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}]}}'""",
     )

@@ -112,7 +112,7 @@ def authenticate(headers: Mapping[str, str], keyring: Keyring, secret: bytes, no
     scheme, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     key = headers.get("x-api-key") or bearer
-    if found := keyring.callers.get(hash_key(key)):
+    if key and (found := keyring.callers.get(hash_key(key))):
         caller, expires = found
         if expires is not None and expires <= now:
             ended = f"this API key expired at {expires.astimezone(UTC).isoformat()}"

@@ -13,7 +13,16 @@ from typing import Any, Literal
 import yaml
 from pydantic import ValidationError
 
-from warmkv.config import Config, ConfigError, GatewayConfig, OperatorConfig, Section, TenantConfig, describe
+from warmkv.config import (
+    Config,
+    ConfigError,
+    GatewayConfig,
+    OperatorConfig,
+    Section,
+    TenantConfig,
+    describe,
+    strict_yaml,
+)
 from warmkv.platform.tenants import Keyring, Tenant, make_keyring, make_tenant, open_tenant
 
 log = logging.getLogger("ray.serve")
@@ -33,7 +42,7 @@ class TenantsDocument(Section):
 def parse_tenants(data: bytes) -> TenantsDocument:
     """Parse a tenants file as a whole, YAML or JSON. Raises ConfigError with the place of every fault."""
     try:
-        document = yaml.safe_load(data.decode())
+        document = strict_yaml.load(data.decode())
     except UnicodeDecodeError:
         raise ConfigError("it is not UTF-8 text") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none; a list in too many others

@@ -171,6 +171,20 @@ class Dispatcher:
         self.recent = Recent()
         self.breaker = Breaker(clock)
 
+    def eligible(self, replicas: Sequence[str], avoid: Collection[str] = ()) -> Sequence[str]:
+        """Return those of the replicas, at least one, that a request may go to.
+
+        Replicas to `avoid` are left out if there are others, and of those, suspects and those that keep failing.
+        """
+        shunned = self.in_flight.suspects
+        if self.breaker:
+            shunned |= self.breaker.shut(replicas)
+        if avoid:
+            replicas = [name for name in replicas if name not in avoid] or replicas
+        if shunned:
+            replicas = [name for name in replicas if name not in shunned] or replicas
+        return replicas
+
     def choose(
         self,
         request: Hashable,
@@ -192,19 +206,12 @@ class Dispatcher:
         prompt's blocks, unless the policy is `sticky_session`.
 
         `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
-        the larger of it and our own bookings counts. Replicas to `avoid` are left out if there are others, and of
-        those, suspects and those that keep failing.
+        the larger of it and our own bookings counts. Only those that are `eligible` are ranked.
         `session` is the one that the request names; empty for none.
         `leaves` is how many leading blocks of the prompt stay where it is computed. `config` holds for this choice, in
         place of the settings at start. `moves` says that each replica can fetch blocks from any other.
         """
-        shunned = self.in_flight.suspects
-        if self.breaker:
-            shunned |= self.breaker.shut(replicas)
-        if avoid:
-            replicas = [name for name in replicas if name not in avoid] or replicas
-        if shunned:
-            replicas = [name for name in replicas if name not in shunned] or replicas
+        replicas = self.eligible(replicas, avoid)
         self.in_flight.expire()
         self.in_flight.release(request)  # Serve asks again while replicas are full
         config, load = config or self._config, self.in_flight.load

@@ -63,13 +63,6 @@ class Reuse:
     again: list[int] = field(default_factory=lambda: [0] * READS_APART)
     never: list[int] = field(default_factory=lambda: [0] * READS_APART)
 
-    def read(self, block: EvictionCandidate) -> None:
-        """Note a read, before it is counted in the block."""
-        self.again[min(block.reads, READS_APART - 1)] += 1
-
-    def left(self, block: EvictionCandidate) -> None:
-        self.never[min(block.reads, READS_APART - 1)] += 1
-
     def probability(self, reads: int) -> float:
         """Estimate by Laplace's rule of succession; what was read more often starts at the probability of what was read
         less.

@@ -54,7 +54,7 @@ def tiers_of(config: PrefixCacheConfig, shape: KVShape) -> list[Tier]:
 
 
 def weight(storage: BlockStorage, shape: KVShape, extra: int = 0) -> Callable[[int, int], int]:
-    """Return bytes of a block in a format.
+    """Return a function from a block's bytes and tokens to its bytes in a format.
 
     What is no KV (0 tokens), and tokens beyond whole groups, stay as they are.
     """

@@ -20,6 +20,7 @@ from warmkv.policies.transfer import TransferTerms
 from warmkv.prefixes.index import Shard
 from warmkv.replicas import device_memory, metrics
 from warmkv.replicas.answers import Answers
+from warmkv.replicas.background import Background
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.engines import build_engine
 from warmkv.replicas.engines.interface import Place
@@ -77,8 +78,9 @@ class Replica:
         self._links = Links(self._name, self._answers.take, self._answers.lost, ray_tls("client"))
         self._leaving = False
         self._engine.start()
-        loop = asyncio.get_running_loop()
-        self._publishing = [loop.create_task(publisher.run()) for publisher in self._publishers]
+        self._background = Background()
+        for publisher in self._publishers:
+            self._background.start(f"publishing to shard {publisher.shard.number}", publisher.run())
 
     def _say(self, directory: Any, phase: str) -> None:
         """Report the stage of the start to those that wait for this replica."""
@@ -98,11 +100,11 @@ class Replica:
         return {RUNNING_REQUESTS_KEY: self._answers.ongoing}
 
     async def lend(self, wanted: BlocksWanted) -> BlockPayloads:
-        """Blocks for another replica, as far as they are in memory here."""
+        """Return blocks for another replica, as far as they are in memory here."""
         return await self._transfers.lend(wanted)
 
     async def take_over(self, offered: BlocksOffered) -> int:
-        """Blocks of a replica that leaves; how many are held now."""
+        """Take blocks of a replica that leaves; return how many are held now."""
         return await self._transfers.take_over(offered)
 
     async def _ask(self, wanted: BlocksWanted) -> BlockPayloads:
@@ -119,7 +121,7 @@ class Replica:
         return self._status()
 
     async def drop_prefixes(self, tenant: str) -> int:
-        """Forget the prefixes of a tenant (its label); the bytes that this freed. What is being read stays."""
+        """Forget the prefixes of a tenant (its label); return the bytes that this freed. What is being read stays."""
         freed: int = await asyncio.wrap_future(self._engine.drop_prefixes(tenant))
         return freed
 
@@ -128,7 +130,8 @@ class Replica:
         return await asyncio.wrap_future(self._engine.contents(most))
 
     def check_health(self) -> None:
-        """Raise if the engine has ended or stands still; Serve then replaces the replica."""
+        """Raise if the engine has ended or stands still, or nothing is published; Serve then replaces the replica."""
+        self._background.check()
         self._engine.check_turning(self._config.gateway.hung_seconds)
 
     async def __del__(self) -> None:
@@ -195,5 +198,5 @@ class Replica:
 
 
 def threads_per_replica(config: Config, replicas: int, cores: int) -> int:
-    """Torch threads of one replica: as configured, or the machine's cores shared among the replicas of all groups."""
+    """Return torch threads of one replica: as configured, or the machine's cores shared among those of all groups."""
     return config.engine.threads or max(1, cores // replicas)

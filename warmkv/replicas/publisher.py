@@ -38,7 +38,7 @@ class Publisher:
         shard: Shard = Shard(),
     ) -> None:
         self._send, self._request_snapshot, self._status = send, request_snapshot, status
-        self._clock, self._shard = clock, shard
+        self._clock, self.shard = clock, shard
         self._pending: list[BlockEvents] = []
         self._sequence = 0
         self._lock = threading.Lock()
@@ -84,8 +84,6 @@ class Publisher:
             self._status_due, status = now + HEARTBEAT_SECONDS, self._status()
         try:
             followed = await self._send(batches, status)
-        except asyncio.CancelledError:
-            raise
         except Exception as error:  # the actor is restarting; a snapshot makes good what was lost
             log.warning("prefix directory cannot be reached: %s", error)
             followed = False
@@ -94,7 +92,7 @@ class Publisher:
             await asyncio.sleep(HEARTBEAT_SECONDS)  # it may be away: do not press it, nor the engine
 
     def _mine(self, keys: Sequence[bytes]) -> bytes:
-        return self._shard.part(pack(keys))
+        return self.shard.part(pack(keys))
 
     def _append(self, stored: bytes, evicted: bytes, tier: str, snapshot: bool = False) -> None:
         if len(self._pending) >= PENDING_LIMIT:  # the directory is away: the gap will make it ask for a snapshot

@@ -93,6 +93,16 @@ def test_a_model_with_brackets_is_served_under_its_name():
     assert out.getvalue().count(NAME) >= 4
 
 
+def test_with_tenants_the_examples_have_a_key():
+    from warmkv.platform.serving import _explain
+
+    for tenants, key in (([], 'api_key="any"'), ([{"name": "a", "key_sha256": "0" * 64}], "$WARMKV_API_KEY")):
+        out = io.StringIO()
+        _explain("http://x", Config.model_validate({"gateway": {"tenants": tenants}}), Terminal(file=out))
+        assert key in out.getvalue()
+        assert ("export WARMKV_API_KEY" in out.getvalue()) == bool(tenants)
+
+
 def test_tables_show_brackets_and_lose_nothing():
     out = io.StringIO()
     for table in (plain_table(NAME, "n"), ruled_table(NAME, NAME, "n", caption=NAME)):

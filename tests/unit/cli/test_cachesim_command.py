@@ -104,7 +104,7 @@ def test_sessions_have_caches_of_their_own(tmp_path):
     ("text", "options", "message"),
     [
         (None, [], "cannot read"),
-        ("", [], "is empty; name its format"),
+        ("", [], "is empty"),
         ("{\n", ["--format", "mooncake"], "has no request"),
         ("{\n", ["--format", "mooncake", "--strict"], ":1: not JSON"),
         (MOONCAKE, ["--format", "csv"], "'csv' is no trace format"),

@@ -103,6 +103,15 @@ def test_hash_key_prints_what_the_configuration_wants():
     assert result.output.strip() == hash_key("secret")
 
 
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_key_is_not_hashed(empty):
+    """As `--key "$KEY"` gives it where the variable is not set."""
+    result = run("hash-key", "--key", empty)
+    assert result.exit_code == 2
+    assert "the key is empty" in result.output
+    assert hash_key(empty) not in result.output
+
+
 def test_serve_says_at_once_that_there_is_no_model(tmp_path: Path):
     result = run("serve", "--set", f"model.path={tmp_path}")
     assert result.exit_code == 1

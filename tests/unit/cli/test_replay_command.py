@@ -59,6 +59,33 @@ def test_it_ends_with_what_the_lifetimes_did(tmp_path):
     assert last.startswith(f"TTL 1h instead of 5m: +{points:.1f} points hit rate for the same memory")
 
 
+def test_refusals_are_told_with_their_causes(tmp_path):
+    """Six short prompts at once for two slots and a queue of one, and two that no slot holds."""
+    path = tmp_path / "log.jsonl"
+    short = [record(0.0, [n] * 100, 200, name=f"short {n}") for n in range(6)]
+    long = [record(1.0, [n] * 60_000, 200, name=f"long {n}") for n in range(2)]
+    path.write_text("".join(one.to_json() + "\n" for one in (*short, *long)))
+    options = ("--ttl", 300, "--policy", "full", "--set", "engine={max_slots: 2, max_queue: 1, kv_bytes: 64MiB}")
+    shown = call("replay", path, *options).stdout
+    assert "8 requests over" in shown
+    assert f"{6 * 100 + 2 * 60_000:,} prompt and {8 * 200:,} output tokens" in shown
+    assert "refused" in shown.splitlines()[4]
+    assert "62.5%" in shown.splitlines()[5]
+    said = " ".join(shown.splitlines()[8:]).strip()
+    assert said.startswith("5 of 8 requests were refused under full and are in no other figure: 2 fit no replica")
+    assert "3 found all queues full" in said
+    (figures,) = replayed(path, *options)
+    assert (figures["refused"], figures["too_large"]) == (5, 2)
+
+
+def test_over_vllm_a_ttl_changes_no_more_than_bills(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(record(600.0 * n, [1] * 200).to_json() + "\n" for n in range(4)))
+    shown = call("replay", path, "--ttl", 300, "--ttl", 3600, "--set", "engine.kind=vllm").stdout
+    assert "hit: prompt tokens found, and within their TTL;" in shown
+    assert shown.splitlines()[-1].endswith("; vLLM computes and holds the same.")
+
+
 def test_memory_without_hits_is_told(tmp_path):
     """Prompts that nobody repeats: an hour keeps what five minutes have let go, for nothing."""
     path = tmp_path / "log.jsonl"
@@ -79,6 +106,14 @@ def test_it_says_so_where_nothing_can_be_concluded(tmp_path):
 
 def replayed(path, *options):
     return json.loads(call("replay", path, *options, "--json").stdout)["variants"]
+
+
+def test_lifetimes_are_written_as_elsewhere(log):
+    options = ("--ttl", "60", "--ttl", "5m, 1h", "--ttl", "unlimited", "--policy", "full")
+    assert [variant["ttl"] for variant in replayed(log, *options)] == [60, 300, 3600, "unlimited"]
+    result = call("replay", log, *options, "--details")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count(" unlimited ") >= 4
 
 
 def test_the_grid_follows_the_options(log):
@@ -124,10 +159,14 @@ def test_json_goes_to_a_file_beside_the_table(log, tmp_path):
     ("content", "options", "message"),
     [
         (None, [], "cannot read"),
-        ("", [], "has no request to replay"),
-        ("{\n[]\n", [], "has no request to replay"),
-        ("{\n", ["--strict"], ":1: not JSON"),
-        ("GOOD", ["--ttl", "-1"], "a TTL must be a positive number of seconds"),
+        ("", [], "is empty"),
+        ("{\n[]\n", [], "is of no format that is recognised"),
+        ("{\n", ["--format", "warmkv"], "has no request to replay; it was read as warmkv"),
+        ("{\n", ["--format", "warmkv", "--strict"], ":1: not JSON"),
+        ("GOOD", ["--ttl", "0"], "a TTL must be a positive number of seconds"),
+        ("GOOD", ["--ttl", "-1"], "'-1' is no time"),
+        ("GOOD", ["--ttl", "soon"], "'soon' is no time"),
+        ("GOOD", ["--ttl", ","], "--ttl is empty"),
         ("GOOD", ["--budget", "much"], "--budget much: write tokens"),
         ("GOOD", ["--budget", "1.5"], "a share must be in"),
         ("GOOD", ["--policy", "magic"], "policy magic at budget 0.2: name"),

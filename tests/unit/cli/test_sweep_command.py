@@ -158,7 +158,7 @@ def test_what_is_wrong_is_said_before_anything_is_done(files, tmp_path, grid, op
 
 
 def test_a_trace_without_requests_is_refused(files, tmp_path):
-    for content, says in [("", "has no request to replay"), (None, "cannot read"), ("{\n", "1 broken lines")]:
+    for content, says in [("", "is empty"), (None, "cannot read"), ("{\n", "is of no format")]:
         if content is not None:
             (tmp_path / "log").write_text(content)
         result = call("sweep", tmp_path / ("log" if content is not None else "none"), "--grid", files / "grid.yaml")

@@ -13,12 +13,13 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests import clocks
 from tests.unit.platform.asgi import DAY, SECRET, Gateway, as_flag, becomes
-from warmkv.config import ConfigError, load
+from warmkv.config import ConfigError, OperatorConfig, TenantConfig, load
 from warmkv.platform.gateway.apis.errors import ApiError
-from warmkv.platform.tenants import authenticate, hash_key
+from warmkv.platform.tenants import Caller, Keyring, authenticate, hash_key
 from warmkv.platform.tenants_file import Tenants, find_tenant, parse_tenants
 
 
@@ -50,6 +51,27 @@ def who(tenants: Tenants, key: str, now: float = DAY) -> str | None:
         return authenticate({"x-api-key": key}, tenants.keyring, SECRET, datetime.fromtimestamp(now, UTC)).name
     except ApiError:
         return None
+
+
+def test_nobody_is_known_by_no_key(file: Path) -> None:
+    """The hash of an empty key, as a script prints it whose variable is not set, would let everybody in."""
+    for key in ("", "Bearer "):
+        with pytest.raises(ValidationError, match="hash of an empty key"):
+            TenantConfig.model_validate(tenant("team", ""))
+        with pytest.raises(ValidationError, match="hash of an empty key"):
+            OperatorConfig.model_validate({"name": "ops", "key_sha256": hash_key("")})
+        file.write_text(document(tenant("team", "")))
+        with pytest.raises(ConfigError, match="hash of an empty key"):
+            tenants_of(file)
+        everybody = Keyring({hash_key(""): (Caller("team", None, operator=True), None)}, None)
+        with pytest.raises(ApiError, match="is required"):
+            authenticate({"x-api-key": "", "authorization": key}, everybody, SECRET, datetime.now(UTC))
+
+
+def test_a_key_that_is_there_twice_is_refused_with_its_line(file: Path) -> None:
+    file.write_text(document(tenant("team", "old")) + document(tenant("other", "new")))
+    with pytest.raises(ConfigError, match=r"'operators' is there twice, first in line \d"):
+        tenants_of(file)
 
 
 def test_a_running_gateway_follows_the_file(file: Path, tmp_path: Path) -> None:

@@ -163,6 +163,27 @@ def test_usage_details_of_langfuse(read, usage, expected):
     assert one.api == ("messages" if any("creation" in key for key in usage) else "chat")
 
 
+LEGACY = {"input": 10, "output": 5, "total": 15, "unit": "TOKENS"}
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [LEGACY, LEGACY | {"unit": None, "inputCost": 0.0003, "outputCost": None, "totalCost": 0.0005}, json.dumps(LEGACY)],
+)
+@pytest.mark.parametrize("details", [None, {}])
+def test_the_legacy_usage_of_langfuse(read, usage, details):
+    (one,), _ = read([langfuse("a", details) | {"usage": usage}])
+    assert one.usage == Usage(10, 0, {}, 5)
+
+
+def test_usage_in_other_units_than_tokens_is_left_out(read):
+    units = ["CHARACTERS", "IMAGES", "TOKENS"]
+    rows = [langfuse(unit, {"input": 10, "output": 5}) | {"usage": LEGACY | {"unit": unit}} for unit in units]
+    found, account = read(rows)
+    assert [row.id for row in found] == ["TOKENS"]
+    assert (account.broken, account.faults[0].split(": ")[1]) == (2, "usage is in CHARACTERS, not in tokens")
+
+
 def test_both_exports_of_langfuse_say_the_same(read):
     row = langfuse(
         "a", {"input": 10, "output": 5, "input_cached_tokens": 300}, input=[{"role": "user", "content": "x" * 2000}]
@@ -250,6 +271,35 @@ def test_turns_of_aiperf_share_what_was_sent_before(read, tmp_path):
     (tmp_path / "inputs.json").write_text("[]")
     with pytest.raises(TraceError, match=r"inputs\.json:1: not the inputs of aiperf"):
         read(requests, "profile_export.jsonl")
+
+
+# --- moments
+
+MOMENT = 1_767_261_600.125
+
+
+@pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9])
+@pytest.mark.parametrize("write", [float, int, str, "{:.0f}".format])
+def test_the_size_of_a_number_tells_the_unit_of_a_moment(read, unit, write):
+    """As pandas writes a column of times, in JSON or in a CSV."""
+    at, iso = write(MOMENT * unit), "2026-01-01T10:00:00.125Z"
+    expected = [pytest.approx(MOMENT, abs=1 if unit == 1 else 1e-3)] * 2
+    for text in (
+        [litellm("a", 5, at=at), litellm("b", 5, at=iso)],
+        as_csv(litellm("a", 5, at=at), litellm("b", 5, at=iso)),
+        [langfuse("a", {"input": 5}, at=at), langfuse("b", {"input": 5}, at=iso)],
+        [claude_code("a", 0, 5, at=at), claude_code("b", 0, 5, at=iso)],
+    ):
+        found, rows = read(text, "log")
+        assert ([row.arrival for row in found], rows.broken) == (expected, 0)
+
+
+def test_small_numbers_are_seconds_and_what_is_no_moment_is_left_out(read):
+    ats = [0, 0.5, -3, 99_999_999_999, "7.25", True, "soon", None, float("nan"), "inf", [1]]
+    found, rows = read([litellm(str(number), 5, at=at) for number, at in enumerate(ats)])
+    assert [row.arrival for row in found] == [-3, 0, 0.5, 7.25, 99_999_999_999]
+    assert rows.broken == 6
+    assert "startTime must be a date and a time, not True" in rows.faults[0]
 
 
 # --- what is assumed

@@ -244,6 +244,8 @@ def test_azure_times_are_seconds_of_unix_time(file):
     assert trace.arrival == pytest.approx([1700158623.97996, 1700158624.03196], abs=1e-6)
     assert trace.input_tokens.tolist() == [4808, 3180]
     assert len(trace.blocks) == trace.block_size == 0
+    milliseconds = AZURE.replace("2023-11-16 18:17:03.9799600", "1700158623979")
+    assert traces.read(file(milliseconds)).arrival[0] == 1700158623.979
 
 
 def test_burstgpt_failures_are_left_out_and_sessions_kept(file):

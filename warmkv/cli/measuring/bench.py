@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from warmkv.cli.command import make_folder_of, writing
+from warmkv.cli.command import make_folder_of, no_standard_output, writing
 from warmkv.cli.options import JsonOptions, ModelOptions, SeedOption, listed
 from warmkv.extras import require
 from warmkv.measuring import plan as plans
@@ -41,7 +41,10 @@ def bench(
     ] = DEFAULT.prefill,
     seed: SeedOption = DEFAULT.seed,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for plots: tpot.svg, prefill.svg, bytes.svg.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder for plots: tpot.svg, prefill.svg, bytes.svg.", callback=no_standard_output
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few cells: about half a minute, tiny model.")] = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warmkv.cli.command import resumable
+from warmkv.cli.command import no_standard_output, resumable
 from warmkv.cli.options import JsonOptions, listed
 from warmkv.config import ModelConfig
 from warmkv.evaluation import plan as plans
@@ -36,9 +36,10 @@ class Form(StrEnum):
 
 def evaluate(
     output: JsonOptions,
-    out: Annotated[Path, typer.Option(help="Folder of the results; one that holds this run is continued.")] = Path(
-        "runs/eval"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder of the results; one that holds this run is continued.", callback=no_standard_output),
+    ] = Path("runs/eval"),
     model: Annotated[str, typer.Option(help="Folder or hub name of a causal LM; `tiny` is the one in the package.")] = (
         DEFAULT.model
     ),

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from warmkv.cli.command import add_command, writing
+from warmkv.cli.command import add_command, no_standard_output, write, writing
 from warmkv.cli.options import JsonOptions, SettingsOptions
+from warmkv.terminal import is_standard
 
 app = typer.Typer(no_args_is_help=True, help="Build the Grafana dashboards and the alerts, and publish the dashboards.")
 
@@ -22,7 +23,9 @@ DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be
 @add_command(app, code=1)
 def build(
     output: JsonOptions,
-    folder: Annotated[Path, typer.Argument(help="Folder for the files.")] = Path("dashboards"),
+    folder: Annotated[Path, typer.Argument(help="Folder for the files.", callback=no_standard_output)] = Path(
+        "dashboards"
+    ),
     dry_run: DryRunOption = False,
 ) -> None:
     """Write every dashboard as the JSON that Grafana loads, and the alerts as rules for Prometheus and its operator.
@@ -43,7 +46,9 @@ def build(
 
 @add_command(app, code=1)
 def metrics(
-    file: Annotated[Path, typer.Argument(help="Markdown file to write.")] = Path("docs/metrics.md"),
+    file: Annotated[Path, typer.Argument(help="Markdown file to write; `-`: standard output.")] = Path(
+        "docs/metrics.md"
+    ),
 ) -> None:
     """Write the page that lists every metric with its labels and buckets.
 
@@ -51,9 +56,9 @@ def metrics(
     """
     from warmkv.dashboards.metrics_page import page
 
-    with writing(file, code=1):
-        file.write_text(page(), encoding="utf-8")
-    print(f"wrote {file}")
+    write(page(), file, code=1)
+    if not is_standard(file):
+        print(f"wrote {file}")
 
 
 UrlOption = Annotated[str | None, typer.Option(help="Address of Grafana instead of the configured one.")]

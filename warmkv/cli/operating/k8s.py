@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warmkv.cli.command import add_command, fail, writing
+from warmkv.cli.command import add_command, fail, write, writing
 from warmkv.cli.options import JsonOptions
-from warmkv.terminal import console
+from warmkv.terminal import console, is_standard
 
 if TYPE_CHECKING:
     from warmkv.platform.kubernetes.rendered import RenderedManifests
     from warmkv.platform.kubernetes.rules import RuleFinding
 
-STANDARD_INPUT = Path("-")
 CRDS = Path("crds")
 
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="YAML file with the settings of the service.")]
@@ -60,7 +59,7 @@ def check(
     kinds = fields.known()
     if crds is not None or CRDS.is_dir():
         kinds |= fields.read_crds(crds or CRDS)
-    text = sys.stdin.read() if overlay == STANDARD_INPUT else rendered.render(overlay)
+    text = sys.stdin.read() if is_standard(overlay) else rendered.render(overlay)
     manifests = rendered.with_model(rendered.read(text, kinds), model)
     findings = rules.check(manifests)
     document = {
@@ -89,7 +88,11 @@ def render(
     config: ConfigOption,
     manifest_path: Annotated[
         Path | None,
-        typer.Option("--manifest", "-m", help="File to write; `serve-config.yaml` beside the settings if absent."),
+        typer.Option(
+            "--manifest",
+            "-m",
+            help="File to write; `serve-config.yaml` beside the settings if absent; `-`: standard output.",
+        ),
     ] = None,
 ) -> None:
     """Write the RayService's `serveConfigV2`, the document that `warmkv serve` starts locally, as a kustomize patch.
@@ -99,10 +102,15 @@ def render(
     from warmkv.platform import manifest
 
     path = manifest_path or config.with_name("serve-config.yaml")
-    with writing(path, code=1):
-        changed = manifest.render(config, path)
+    to_output = output.leaves_output_to("--manifest", path)
+    if to_output:
+        write(manifest.manifest(config), path, code=1)
+        changed = True
+    else:
+        with writing(path, code=1):
+            changed = manifest.render(config, path)
     said = f"{'wrote' if changed else 'up to date:'} {path}"
-    output.give({"manifest": str(path), "changed": changed}, lambda: print(said))
+    output.give({"manifest": str(path), "changed": changed}, lambda: None if to_output else print(said))
 
 
 @add_command(app, code=1)

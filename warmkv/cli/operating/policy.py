@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from warmkv.cli.command import add_command, fail, writing
+from warmkv.cli.command import add_command, fail, write, writing
 from warmkv.cli.options import JsonOptions
 from warmkv.config import GatewayConfig, read_value
 from warmkv.platform.operator_key import read_key
 from warmkv.policies.compression import tables
 from warmkv.policy_spec import METHODS, STORAGES
-from warmkv.terminal import plain_table, show_table
+from warmkv.terminal import is_standard, plain_table, show_table
 
 TIMEOUT_SECONDS = 30.0
 _DEFAULTS = GatewayConfig()
@@ -116,7 +117,10 @@ def methods(
     output: JsonOptions,
     docs: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the tables of this Markdown page anew, and print nothing."),
+        typer.Option(
+            metavar="FILE",
+            help="Write the tables of this Markdown page anew, and print nothing; `-`: from standard input to output.",
+        ),
     ] = None,
 ) -> None:
     """List the compression methods that are installed, those of other packages included, with their knobs.
@@ -125,7 +129,8 @@ def methods(
     """
     if docs is not None:
         with writing(docs, code=1):
-            docs.write_text(tables.fill(docs.read_text(encoding="utf-8")), encoding="utf-8")
+            page = sys.stdin.read() if is_standard(docs) else docs.read_text(encoding="utf-8")
+        write(tables.fill(page), docs, code=1)
         return
     found: dict[str, dict[str, Any]] = {
         name: {

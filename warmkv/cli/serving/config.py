@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from warmkv.cli.command import add_command
+from warmkv.cli.command import add_command, fail
 from warmkv.cli.options import SettingsOptions
 from warmkv.config import Config
 
@@ -43,4 +43,6 @@ def hash_key(
     """
     from warmkv.platform.tenants import hash_key as hashed
 
+    if not key.strip():
+        fail("the key is empty: the variable that was to hold it is perhaps not set")
     print(hashed(key))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from warmkv.cli.command import add_command, fail
+from warmkv.cli.command import add_command, fail, no_standard_output
 from warmkv.cli.options import SettingsOptions
 from warmkv.config import ConfigError
 from warmkv.terminal import errors
@@ -27,7 +27,7 @@ def _secret() -> bytes:
 @add_command(app, code=1)
 def build(
     options: SettingsOptions,
-    out: Annotated[Path, typer.Argument(help="Folder to write; it must be empty or new.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; it must be empty or new.", callback=no_standard_output)],
     tenant: Annotated[
         list[str],
         typer.Option(help="Who may read it: a tenant's name, or the API key if none are configured."),

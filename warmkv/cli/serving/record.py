@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from warmkv.cli.command import fail, make_folder_of
+from warmkv.cli.command import fail, make_folder_of, no_standard_output
 from warmkv.cli.options import JsonOptions
 from warmkv.extras import require
 from warmkv.terminal import errors
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 def record(
-    log: Annotated[Path, typer.Argument(help="Access log to write; an existing one is continued.", show_default=False)],
+    log: Annotated[
+        Path,
+        typer.Argument(
+            help="Access log to write; an existing one is continued.", show_default=False, callback=no_standard_output
+        ),
+    ],
     upstream: Annotated[
         str, typer.Option(help="Address of the API, as in https://api.anthropic.com.", show_default=False)
     ],
@@ -55,7 +60,7 @@ def record(
     Ctrl-C and tells how many requests were written.
 
     Examples: `warmkv record access.jsonl --upstream https://api.anthropic.com` and
-    `ANTHROPIC_BASE_URL=http://127.0.0.1:8401 claude`, then `warmkv replay access.jsonl --ttl 300 --ttl 3600`;
+    `ANTHROPIC_BASE_URL=http://127.0.0.1:8401 claude`, then `warmkv replay access.jsonl --ttl 5m,1h`;
     `warmkv record access.jsonl --upstream http://vllm:8000 --tokenizer models/Llama-3.1-8B`
     """
     require("record", "aiohttp", "brotli", "zstandard")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warmkv.cli.command import fail, make_folder_of
+from warmkv.cli.command import fail, make_folder_of, no_standard_output
 from warmkv.cli.options import JsonOptions, SettingsOptions
 from warmkv.cli.serving.record import check_address, serve_until_stopped
 from warmkv.extras import require
@@ -33,8 +33,11 @@ def route(
         int, typer.Option(min=1, help="Tokens in each server's prefix cache; vLLM logs them as `GPU KV cache size`.")
     ] = 500_000,
     ttl: Annotated[
-        float, typer.Option(min=1, help="Seconds after its last use for which a prefix is taken to be there.")
-    ] = 3600.0,
+        str,
+        typer.Option(
+            help="Time after its last use for which a prefix is taken to be there: `300`, `5m`, `1h`, `unlimited`."
+        ),
+    ] = "1h",
     events: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,7 +61,10 @@ def route(
         float, typer.Option(min=0.01, help="Seconds that a server may take to tokenize a prompt before it is routed.")
     ] = 1.0,
     log: Annotated[
-        Path | None, typer.Option(help="Access log to write, as `warmkv record` does.", show_default="none")
+        Path | None,
+        typer.Option(
+            help="Access log to write, as `warmkv record` does.", show_default="none", callback=no_standard_output
+        ),
     ] = None,
     *,
     output: JsonOptions,
@@ -82,7 +88,11 @@ def route(
     from warmkv.platform.recording.exchange import Analyst
     from warmkv.platform.recording.proxy import Recorder
     from warmkv.platform.recording.state import State
+    from warmkv.simulator.studies import quantities
 
+    lifetime = quantities.seconds(ttl)
+    if lifetime < 1:
+        fail(f"--ttl {ttl}: it is at least a second")
     engines = [check_address("--engine", address) for address in engine]
     if len(set(engines)) < len(engines):
         fail("--engine: a server is named twice")
@@ -99,7 +109,7 @@ def route(
         [name for each in engines for name in followed.get(each, {each: None})],
         settings,
         kv_tokens=kv_tokens,
-        ttl=ttl,
+        ttl=lifetime,
         random=Random(),
         clock=time.monotonic,
         events=bool(events),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from warmkv.cli.command import fail, writing
-from warmkv.cli.options import JsonOptions, Scope, SettingsOptions, TraceOptions
+from warmkv.cli.options import JsonOptions, Scope, SettingsOptions, TraceOptions, lifetimes, split
 from warmkv.config import Eviction
 from warmkv.extras import require
 from warmkv.terminal import bar, plain_table, show_table
@@ -72,7 +72,10 @@ def cachesim(
     ] = None,
     token_bytes: Annotated[int | None, typer.Option(min=1, help="KV bytes of a token, for sizes in bytes.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the curve to this file (.svg, .png); needs the extra `eval`.")
+        Path | None,
+        typer.Option(
+            help="Draw the curve to this file (.svg, .png); needs the extra `eval`; `-` prints only it, as SVG."
+        ),
     ] = None,
     *,
     output: JsonOptions,
@@ -89,15 +92,16 @@ def cachesim(
     from warmkv.simulator.studies import quantities
 
     options.read()  # refuses what is no configuration
-    evictions = _split([eviction]) or ["lru"]
+    evictions = split([eviction]) or ["lru"]
     if unknown := [name for name in evictions if name not in EVICTIONS]:
         fail(f"--eviction {unknown[0]}: there are {', '.join(EVICTIONS)}")
     if model is not None and token_bytes is not None:
         fail("--model and --token-bytes exclude each other")
     if model is not None:
         token_bytes = quantities.model_token_bytes(model)
-    capacities = [quantities.capacity(text, token_bytes) for text in _split(capacity)]
-    ttls = [quantities.seconds(text) for text in _split(ttl)] or [math.inf]
+    capacities = [quantities.capacity(text, token_bytes) for text in split(capacity)]
+    ttls = lifetimes("--ttl", ttl) or [math.inf]
+    to_output = output.leaves_output_to("--plot", plot)
     if plot is not None:
         require("--plot", "matplotlib")
 
@@ -154,11 +158,7 @@ def cachesim(
         "ideal": _figures(ideal),
         "points": [_point(*point) for point in points],
     }
-    output.give(document, lambda: _show(requests, points, ideal))
-
-
-def _split(values: list[str]) -> list[str]:
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+    output.give(document, lambda: None if to_output else _show(requests, points, ideal))
 
 
 def _summary(trace: Trace) -> dict[str, Any]:
@@ -175,6 +175,7 @@ def _summary(trace: Trace) -> dict[str, Any]:
         "distinct_blocks": len(np.unique(trace.blocks)),
         "broken": trace.broken,
         "skipped": trace.skipped,
+        "unrecognised": list(trace.unrecognised),
     }
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    requests: Annotated[Path, typer.Argument(help="JSON lines of measured requests.", show_default=False)],
+    requests: Annotated[
+        Path, typer.Argument(help="JSON lines of measured requests; `-`: standard input.", show_default=False)
+    ],
     max_num_seqs: Annotated[
         int, typer.Option(min=1, help="Sequences that the server ran together.", show_default=False)
     ],
@@ -31,7 +33,8 @@ def calibrate(
         int | None, typer.Option(min=1, help="Tokens in a block of its KV cache.", show_default="as vLLM's")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Write the result as a profile, for `warmkv replay --profile`.")
+        Path | None,
+        typer.Option(help="Write the result as a profile, for `warmkv replay --profile`; `-` prints only it."),
     ] = None,
     strict: StrictOption = False,
     *,
@@ -49,6 +52,7 @@ def calibrate(
     from warmkv.simulator.latency import calibration, measured_requests
 
     settings = options.read()
+    to_output = output.leaves_output_to("--profile", profile)
     given: dict[str, Any] = {} if kv_block is None else {"kv_block": kv_block}
     limits = Limits(max_num_seqs, max_batched_tokens, kv_tokens, **given)
     rows = measured_requests.read(requests, strict=strict)
@@ -72,7 +76,7 @@ def calibrate(
         "in_sample": _judged(result.in_sample),
         "out_of_sample": _judged(result.out_of_sample),
     }
-    output.give(document, lambda: _show(result, len(rows)))
+    output.give(document, lambda: None if to_output else _show(result, len(rows)))
 
 
 def _judged(judgement: Judgement) -> dict[str, Any]:

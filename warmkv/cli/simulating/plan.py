@@ -13,7 +13,7 @@ import typer
 import yaml
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from warmkv.cli.command import fail, make_folder_of, write, writing
+from warmkv.cli.command import fail, make_folder_of, no_standard_output, write, writing
 from warmkv.cli.options import JsonOptions, ReplayOptions, SettingsOptions
 from warmkv.config import Config
 from warmkv.extras import require
@@ -34,7 +34,7 @@ class TraceOption(ReplayOptions):
         Path,
         typer.Option(
             "--trace",
-            help="An access log, or a trace of any format that is read; a folder: all its files.",
+            help="An access log, or a trace of any format that is read; a folder: all its files; `-`: standard input.",
             show_default=False,
         ),
     ]
@@ -82,14 +82,21 @@ def plan(
     ] = False,
     max_replicas: Annotated[int, typer.Option(min=1, help="Most replicas that are tried.")] = 64,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of an overlay to write, as in k8s/overlays/NAME.", show_default="none")
+        Path | None,
+        typer.Option(
+            help="Folder of an overlay to write, as in k8s/overlays/NAME.",
+            show_default="none",
+            callback=no_standard_output,
+        ),
     ] = None,
     base: Annotated[
         Path | None, typer.Option(help="Folder of the kustomize base.", show_default="base beside the overlays")
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(help="HTML file for a report with charts; needs the extra `eval`.", show_default="none"),
+        typer.Option(
+            help="HTML file for a report with charts; needs the extra `eval`; `-` prints only it.", show_default="none"
+        ),
     ] = None,
 ) -> None:
     """Size a deployment by replays: replicas, GPUs, memory, policy; latency, hit rate and dollars a month; and why.
@@ -101,6 +108,7 @@ def plan(
     """
     from warmkv.model_shape import ModelShape, config_file, figures
 
+    to_output = output.leaves_output_to("--report", report)
     if report is not None:
         require("--report", "matplotlib", "pyarrow")
         make_folder_of(report)
@@ -175,7 +183,7 @@ def plan(
         for one in [*written, *([report] if report is not None else [])]:
             console.print(f"wrote {one}")
 
-    output.give(document, show)
+    output.give(document, lambda: None if to_output else show())
     raise typer.Exit(0 if chosen is not None else 1)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from warmkv import __version__
-from warmkv.cli.command import fail, writing
-from warmkv.cli.options import JsonOptions, MachineOptions, ReplayOptions, SettingsOptions, StepTimeChoice
+from warmkv.cli.command import fail, no_standard_output, writing
+from warmkv.cli.options import JsonOptions, MachineOptions, ReplayOptions, SettingsOptions, StepTimeChoice, lifetimes
 from warmkv.config import Config
 from warmkv.extras import require
 from warmkv.simulator.studies.replays import variants
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from warmkv.simulator.studies.replays.replay import Result
     from warmkv.simulator.workload.requests import Requests
 
-TTLS, BUDGETS, POLICIES = list(variants.TTLS), [str(budget) for budget in variants.BUDGETS], list(variants.POLICIES)
+TTLS = [f"{ttl:g}" for ttl in variants.TTLS]
+BUDGETS, POLICIES = [str(budget) for budget in variants.BUDGETS], list(variants.POLICIES)
 
 
 def replay(
@@ -33,7 +34,10 @@ def replay(
     output: JsonOptions,
     options: SettingsOptions,
     ttl: Annotated[
-        list[float], typer.Option(help="Seconds that every prefix lives after each use. May be repeated.")
+        list[str],
+        typer.Option(
+            help="Lifetime of every prefix after each use: `300`, `5m`, `1h`, `unlimited`. May be repeated, or a list."
+        ),
     ] = TTLS,
     budget: Annotated[
         list[str],
@@ -53,7 +57,8 @@ def replay(
         Path | None,
         typer.Option(
             help="Write figures, requests, time series and a report to this new folder; needs the extra `eval`. "
-            "Replays the log as it was recorded, unless TTLs, policies or budgets are given; then with a folder each."
+            "Replays the log as it was recorded, unless TTLs, policies or budgets are given; then with a folder each.",
+            callback=no_standard_output,
         ),
     ] = None,
     details: Annotated[bool, typer.Option("--details", help="Show all figures, not the first table alone.")] = False,
@@ -62,7 +67,7 @@ def replay(
 
     Variants are shown side by side, with what follows from them; `--details` and `--json` have all figures.
 
-    Examples: `warmkv replay access.jsonl --ttl 300 --ttl 3600 --policy snapkv --budget 0.2 --set cluster.replicas=4`,
+    Examples: `warmkv replay access.jsonl --ttl 5m,1h --policy snapkv --budget 0.2 --set cluster.replicas=4`,
     `warmkv replay access.jsonl --profile profile.json`, `warmkv replay trace.jsonl --model FOLDER --gpu L4 --out run`
     """
     options = options.under(*machine.flags())
@@ -72,7 +77,7 @@ def replay(
     if all(group.batches_as_vllm for group in settings.groups().values()) and not _given(context, "policy"):
         policy = []  # vLLM keeps the whole cache
     base, budgets = settings.compression.policy, [_budget(text) for text in budget]
-    grid = variants.grid(base, ttl, budgets, policy, settings.whole_cache)
+    grid = variants.grid(base, lifetimes("--ttl", ttl), budgets, policy, settings.whole_cache)
     if out is not None and not any(_given(context, name) for name in ("ttl", "budget", "policy")):
         grid = [variants.Variant()]
     elif as_recorded:
@@ -98,6 +103,7 @@ def replay(
             "requests": len(requests.records),
             "broken": read.broken,
             "skipped": read.skipped,
+            "unrecognised": list(read.unrecognised),
             "arrivals": arrivals,
         },
         "step_times": {"source": source, **cost.figures()},
@@ -109,7 +115,7 @@ def replay(
         errors.print(", ".join(not_measured))
 
     def show() -> None:
-        table.show_overview(results, arrivals, source, console)
+        table.show_overview(results, requests.records, arrivals, source, console)
         if details:
             print()
             table.show_details(results, console)
@@ -148,11 +154,11 @@ def _replay_with_bar(
             )
             results.append(done.result)
             if folder is not None:
-                from warmkv.simulator.reports import run_folder
+                from warmkv.simulator.reports import run_folder, table
 
-                own = {"variant": {"policy": variant.label, "ttl": variant.ttl}}
+                own = {"variant": {"policy": variant.label, "ttl": table.ttl_of(variant.ttl)}}
                 with writing(folder):
-                    run_folder.write(folder, done, {**meta, **own}, settings.prices)
+                    run_folder.write(folder, done, {**meta, **own}, settings.prices_of)
     return results
 
 

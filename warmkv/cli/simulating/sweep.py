@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warmkv.cli.command import fail, resumable
+from warmkv.cli.command import fail, no_standard_output, resumable
 from warmkv.cli.options import JsonOptions, MachineOptions, QualityOption, ReplayOptions, SettingsOptions, WorkerOptions
 from warmkv.config import Config
 from warmkv.extras import require
@@ -33,10 +33,15 @@ def sweep(
     running: WorkerOptions,
     output: JsonOptions,
     options: SettingsOptions,
-    out: Annotated[Path, typer.Option(help="Folder of the results; one that holds this sweep is continued.")] = Path(
-        "runs/sweep"
-    ),
-    front: Annotated[str, typer.Option(help="Figures of the Pareto front, the cost first.")] = FRONT,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder of the results; one that holds this sweep is continued.", callback=no_standard_output
+        ),
+    ] = Path("runs/sweep"),
+    front: Annotated[
+        str, typer.Option(help="Figures of the Pareto front, the cost first; refused is one where it differs.")
+    ] = FRONT,
     quality: QualityOption = None,
     as_recorded: Annotated[
         bool, typer.Option("--as-recorded", help="Keep each request's own policy instead of compression.policy.")
@@ -74,7 +79,9 @@ def sweep(
         with bar("sweeping", len(points)) as progress, runner_of(running, requests, base, len(points)) as runner:
             results = sweeping.sweep(points, tasks, folder, runner, progress)
         prompts = sweeping.prompt_lengths(requests.requests)
-        rows = sweeping.with_front(sweeping.rows_of(points, tasks, results, measured, prompts), axes)
+        rows = sweeping.rows_of(points, tasks, results, measured, prompts)
+        axes = sweeping.with_refusals(axes, rows)
+        rows = sweeping.with_front(rows, axes)
         idle = sweeping.without_effect(rows)
         document = {
             "meta": folder.meta,
@@ -94,15 +101,19 @@ def sweep(
 
 
 def runner_of(asked: WorkerOptions, trace: LoadedTrace, base: Config, points: int) -> AbstractContextManager[Runner]:
-    """Return what replays points: on Ray, in processes, or in this one where that is enough."""
+    """Return what replays points: on Ray, in processes, or in this one where that is enough.
+
+    Processes read the trace anew, so one that came through a pipe is replayed in this one.
+    """
     from warmkv.simulator.studies.sweeps import sweep as sweeping
+    from warmkv.simulator.traces.files import is_stored
 
     if asked.on_ray:
         require("--ray", "ray")
         from warmkv.simulator.studies.sweeps import sweep_ray
 
         return sweep_ray.on_ray(trace.requests, min(asked.workers or points, points))
-    count = min(asked.workers or os.cpu_count() or 1, points)
+    count = min(asked.workers or os.cpu_count() or 1, points) if is_stored(trace.source.path) else 1
     if count == 1:
         return nullcontext(sweeping.serial(trace.requests))
     return sweeping.processes(trace, base, count)

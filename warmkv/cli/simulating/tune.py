@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from warmkv.cli.command import resumable
+from warmkv.cli.command import no_standard_output, resumable
 from warmkv.cli.options import JsonOptions, MachineOptions, QualityOption, ReplayOptions, SettingsOptions, WorkerOptions
 from warmkv.cli.simulating.sweep import runner_of
 from warmkv.extras import require
@@ -38,16 +38,20 @@ def tune(
     subject_to: Annotated[
         str, typer.Option(help="Limits on figures, as in `ttft_p99<2,quality>0.95`.", show_default="no limit")
     ] = "",
-    out: Annotated[Path, typer.Option(help="Folder of the trials; one that holds this search is continued.")] = Path(
-        "runs/tune"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder of the trials; one that holds this search is continued.", callback=no_standard_output
+        ),
+    ] = Path("runs/tune"),
     trials: Annotated[int, typer.Option(min=1, help="Most choices to try; a space no larger is tried in full.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="The same seed tries the same choices.")] = 0,
     quality: QualityOption = None,
 ) -> None:
     """Search for the settings with the least of a figure within limits on others, and print how to apply them.
 
-    Exits 1 if nothing that was tried is within the limits.
+    They refuse no more requests than the present settings, unless `refused` is limited or minimized. Exits 1 if nothing
+    that was tried is within the limits.
 
     Example: `warmkv tune access.jsonl --minimize resident_bytes_max --subject-to "ttft_p99<2" --grid space.yaml`
     """
@@ -91,17 +95,20 @@ def tune(
                 return [row.figures for row in sweeping.rows_of(points, tasks, results, measured, prompts)]
 
             (before,) = evaluate([{}])
+            limits = tuning.refusing_no_more(limits, minimize, before)
             found = tuning.search(axes, evaluate, minimize, limits, trials=trials, seed=seed, progress=progress)
     best = tuning.best_of(found, minimize)
-    document = {
+    document: dict[str, Any] = {
         "minimize": minimize,
         "subject_to": [limit.text for limit in limits],
         "before": before,
+        "improves": best is not None and tuning.improves(best, before, minimize, limits),
         "best": best and {"settings": best.settings, "figures": best.figures},
         "trials": [trial.to_json() for trial in found],
     }
     chosen = best or tuning.nearest_of(found)
-    output.give(document, lambda: _show(chosen, before, minimize, limits, len(found), tuning.size_of(axes)))
+    size, improves = tuning.size_of(axes), document["improves"]
+    output.give(document, lambda: _show(chosen, before, minimize, limits, len(found), size, improves=improves))
     raise typer.Exit(0 if best else 1)
 
 
@@ -112,15 +119,25 @@ def _show(
     limits: Sequence[TuneConstraint],
     tried: int,
     size: int,
+    *,
+    improves: bool,
 ) -> None:
     print(f"tried {tried:,} of {size:,} choices")
     if not chosen.met:
         print(f"none is within the limits ({', '.join(limit.text for limit in limits)}); the nearest:")
+    elif not improves:
+        print("the present settings are as good as any of them:")
     table = plain_table("", "before", "after", "limit")
     for name in dict.fromkeys([minimize, *(limit.name for limit in limits)]):
         bounds = ", ".join(f"{limit.sign} {limit.bound:g}" for limit in limits if limit.name == name)
         table.add_row(name, _number(before.get(name)), _number(chosen.figures.get(name)), bounds)
     show_table(table)
+    for limit in limits:
+        if chosen.figures.get(limit.name) is None:
+            why = "no measured results of its policy were given (--quality)" if limit.name == "quality" else "unknown"
+            print(f"{limit.text} cannot be checked: {why}")
+    if not improves:
+        return
     flags = " ".join(f"--set '{path}={grids.shown(value)}'" for path, value in chosen.settings.items())
     print(f"\n{yaml.safe_dump(_tree(chosen.settings), sort_keys=False)}")
     print(

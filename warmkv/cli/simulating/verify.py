@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 def verify(
     log: Annotated[
-        Path, typer.Argument(help="Access log of a live run, or a log of a hosted API.", show_default=False)
+        Path,
+        typer.Argument(
+            help="Access log of a live run, or a log of a hosted API; `-`: standard input.", show_default=False
+        ),
     ],
     step_times: StepTimesOption = StepTimeChoice.AUTO,
     format: FormatOption = None,
@@ -53,10 +56,12 @@ def verify(
     `warmkv verify ~/.claude/projects --set pricing.input=3 --set pricing.output=15`
     """
     settings = options.read()
+    from warmkv.simulator.traces.calls import ONE_SERVER
     from warmkv.simulator.workload.source import Source
 
     records = read_requests(Source(log, format, strict=strict), settings).requests.records
-    if any(record.usage.prompt for record in records) and not any(record.replica for record in records):
+    reported, replicas = any(record.usage.prompt for record in records), {record.replica for record in records}
+    if reported and replicas <= {"", ONE_SERVER}:
         misses = _verify_hosted(records, settings, output)
     else:
         misses = _verify_service(records, settings, step_times, output)

@@ -23,7 +23,7 @@ class WorkloadFormat(StrEnum):
 
 
 def workload(
-    out: Annotated[Path, typer.Option(help="File to write.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="File to write; `-`: standard output.", show_default=False)],
     preset: Annotated[
         list[str],
         typer.Option(

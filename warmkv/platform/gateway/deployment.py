@@ -30,6 +30,7 @@ from warmkv.platform.whatif.actor import RemoteWhatIf
 from warmkv.platform.whatif.feed import Feed
 from warmkv.prefixes.misses import Told
 from warmkv.prefixes.record import RequestRecord
+from warmkv.replicas.background import Background
 from warmkv.replicas.links import ray_tls
 from warmkv.replicas.loading.tokenizer import load_max_context, load_tokenizer, without_torch
 
@@ -83,11 +84,14 @@ class Gateway:
         self._drop_timeout = config.gateway.request_timeout_seconds
         self._recorder = recorder = telemetry.RayRecorder(*telemetry.GATEWAY, *telemetry.ROUTER)
         router = Router(config, recorder, Random(), time.monotonic)
-        self._following = router.follow(self._name)
+        self._background = Background()
+        for shard in router.shards:
+            self._background.start(f"following shard {shard.number}", router.follow(shard, self._name))
         self._replies = Replies(self._node)
         self._sender = Sender(config, router, self._replies, time.monotonic)
-        self._listening = asyncio.get_running_loop().create_task(self._replies.listen(ray_tls("server")))
+        self._background.start("listening to replicas", self._replies.listen(ray_tls("server")))
         self._members = Members(replicas, self._replies.address, self._sender, f"gateway {self._name}")
+        self._background.start("asking replicas to connect", self._members.ask())
         with without_torch():
             self._tokenizer = load_tokenizer(config.model)
             self._max_context = config.engine.max_context or load_max_context(config.model)
@@ -111,9 +115,9 @@ class Gateway:
         if self._whatif is not None:
             lost = partial(recorder.add, telemetry.DROPPED_LINES, log="whatif")
             self._feed = Feed(self._whatif.send, lambda: self._service.backlog.waiting, lost)
-            self._feeding = asyncio.get_running_loop().create_task(self._feed.run())
+            self._background.start("feeding the what-if service", self._feed.run())
         if config.cluster.gateways > 1:
-            self._telling = asyncio.get_running_loop().create_task(self._tell())
+            self._background.start("telling other gateways", self._tell())
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application, which listens at an address of its own from its start to its end."""
@@ -137,7 +141,8 @@ class Gateway:
 
         @asynccontextmanager
         async def listening(app: Any) -> AsyncIterator[None]:
-            async with inner(app), serving(app, self._application, self._service.config.gateway, self._node) as server:
+            config, give_up = self._service.config, self._replies.stop
+            async with inner(app), serving(app, self._application, config, self._node, give_up) as server:
                 self._http = server
                 yield
 
@@ -145,7 +150,8 @@ class Gateway:
         return app
 
     def check_health(self) -> None:
-        """Raise if nothing listens any more; Serve then replaces the gateway."""
+        """Raise if nothing listens any more, or a task beside the requests failed; Serve then replaces the gateway."""
+        self._background.check()
         if self._http is not None:
             self._http.check()
 
@@ -199,6 +205,7 @@ class Gateway:
         return self._app is not None and self._app.state.responses.delete(tenant, name)
 
     def __del__(self) -> None:
+        self._background.cancel()
         self._members.close()
         self._replies.close()
         for written in (self._log, self._audit):

@@ -92,6 +92,7 @@ def create_app(
         yield
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         intake.close()
         operators.close()
 

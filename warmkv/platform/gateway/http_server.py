@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from ray.serve.context import _get_global_client
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from warmkv.config import GatewayConfig
+from warmkv.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +123,17 @@ class HttpServer:
         elif self._shared and not alone:
             self._stop()
 
-    async def close(self) -> None:
-        """Accept no more connections, close those that are idle, and wait for the answers that have begun."""
+    async def close(self, seconds: float, give_up: Callable[[], None]) -> None:
+        """Accept no more connections, close those that are idle, and wait for the answers that have begun.
+
+        Those that go on after `seconds` are ended by `give_up`: Serve would cut them off in the middle.
+        """
         self._stop()
         if self._ending:
-            await asyncio.wait(self._ending)
+            _, late = await asyncio.wait(self._ending, timeout=seconds)
+            if late:
+                give_up()
+                await asyncio.wait(late)
 
     def check(self) -> None:
         """Raise RuntimeError where it should serve and does not."""
@@ -168,13 +174,15 @@ def own_address(host: str, node: str, *, shared: bool) -> str:
 
 @asynccontextmanager
 async def serving(
-    app: ASGIApp, application: str, gateway: GatewayConfig, node: str
+    app: ASGIApp, application: str, config: Config, node: str, give_up: Callable[[], None]
 ) -> AsyncIterator[HttpServer | None]:
     """Serve an application of the Serve that this process belongs to; `node` is the address of this node.
 
+    At the end answers have `cluster.drain_seconds`; then `give_up` ends them.
+
     Yields None where Serve's proxies were given another port than `gateway.port`: then they alone are asked.
     """
-    client = _get_global_client()
+    client, gateway = _get_global_client(), config.gateway
     assert client is not None
     controller = client._controller
     options: HTTPOptions = await controller.get_http_config.remote()
@@ -204,4 +212,4 @@ async def serving(
     finally:
         polling.stop()
         following.cancel()
-        await server.close()
+        await server.close(config.cluster.drain_seconds, give_up)

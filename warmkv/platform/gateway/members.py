@@ -38,14 +38,13 @@ class Members:
             asyncio.get_running_loop(),
             client_id,
         )
-        self._asking = asyncio.get_running_loop().create_task(self._ask())
 
     def _follow(self, group: str, targets: Any) -> None:
         self._running[group] = tuple(replica.replica_id.unique_id for replica in targets.running_replicas)
         self._sender.follow({name: group for group, names in self._running.items() for name in names})
         self._changed.set()
 
-    async def _ask(self) -> None:
+    async def ask(self) -> None:
         """Ask replicas to connect while any has not, or has lost its connection."""
         pause = FIRST_PAUSE
         while True:
@@ -65,5 +64,5 @@ class Members:
                     pause = FIRST_PAUSE
 
     def close(self) -> None:
+        """Follow no more."""
         self._polling.stop()
-        self._asking.cancel()

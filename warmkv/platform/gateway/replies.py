@@ -15,7 +15,7 @@ from typing import cast
 
 import orjson
 
-from warmkv.platform.gateway.apis.errors import ApiError, ReplicaFailedError
+from warmkv.platform.gateway.apis.errors import ApiError, ReplicaFailedError, stopping
 from warmkv.replicas.frames import LONGEST_LINE, Lines, decode, encode_order
 from warmkv.replicas.links import notice_when_gone
 from warmkv.replicas.protocol import (
@@ -160,6 +160,7 @@ class Replies:
         self._numbers = itertools.count()
         self._server: asyncio.Server | None = None
         self.open: dict[int, Mailbox] = {}
+        self.stopped = False  # whether nothing more is to be answered
         self.messages = 0  # so far
 
     async def listen(self, tls: ssl.SSLContext | None = None) -> None:
@@ -177,6 +178,12 @@ class Replies:
         stream = next(self._numbers)
         self.open[stream] = mailbox = Mailbox(stream, closed, take)
         return mailbox
+
+    def stop(self) -> None:
+        """End all answers that go on with an error that their clients are told; none begins any more."""
+        self.stopped = True
+        for mailbox in tuple(self.open.values()):
+            mailbox.fail(stopping())
 
     def close(self) -> None:
         if self._server is not None:

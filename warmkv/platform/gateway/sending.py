@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from warmkv.config import Config, able, move_blocks, refusal
-from warmkv.platform.gateway.apis.errors import overloaded
+from warmkv.platform.gateway.apis.errors import overloaded, stopping
 from warmkv.platform.gateway.replies import Connection, Mailbox, Replies, Watch
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.router import Router
@@ -66,6 +66,9 @@ class Sender(Watch):
     def send(self, attempt: Attempt) -> Mailbox:
         """Send an attempt, or have it wait in line; its events, a refusal or a fault come to the mailbox."""
         mailbox = self._replies.mailbox(self._closed, attempt.take)
+        if self._replies.stopped:
+            mailbox.fail(stopping())
+            return mailbox
         attempt.groups = self._everywhere or able(self._groups, attempt.request.needs)
         if not attempt.groups:
             mailbox.fail(UnservableRequestError(refusal(self._groups.values(), attempt.request.needs)))
@@ -140,12 +143,11 @@ class Sender(Watch):
         if not groups:
             return False
         stream, names = mailbox.stream, list(groups)
+        if not groups.keys() <= free and free.isdisjoint(self._router.eligible(attempt, names)):
+            return False  # a decision would be for nothing, and would count as one
         moves = move_blocks([self._groups[group] for group in set(groups.values())])
         order = self._router.choose(stream, attempt, names, moves=moves)
-        name = next((name for name in order if name in free), None)
-        if name is None:
-            self._router.release(stream)
-            return False
+        name = next(name for name in order if name in free)
         tried = {earlier.replica for earlier in attempt.given_up}
         attempt.others = len(set(names) - tried - {name})
         self._dispatch(mailbox, attempt, name)

@@ -81,8 +81,11 @@ class Replayed:
 
 def replays(work: Round) -> Iterator[Basis | Replayed]:
     """Replay a round: its basis, the settings in force, each candidate, the best combination if any is better."""
-    records, notes = list(work.records), []
-    start = work.start
+    start, notes = work.start.within(work.now.prefix_cache.ttls), list[str]()
+    if gone := len(work.records) - len(start.records):
+        notes.append(f"{gone} requests name TTLs that are no more, and are left out")
+    work = replace(work, start=start)
+    records = list(start.records)
     count = max(start.early, warm_up(records, max(work.now.prefix_cache.ttls.values())))
     enough = int(log_fit.measured(columns_of(records)).sum()) >= ENOUGH
     times, origin = choose_cost(records, work.now, recorded_policy(), "log" if enough else "config")

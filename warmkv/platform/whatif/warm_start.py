@@ -6,8 +6,8 @@ oldest that the window still reaches back to is where a replay begins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from warmkv.platform.whatif.window import RequestWindow
 from warmkv.policies.contents import Contents
@@ -24,6 +24,12 @@ class Start:
     records: Sequence[RequestRecord]
     early: int = 0  # they were in flight then: their prefixes count, their figures do not
     held: Sequence[Contents] | None = None  # by replica; None if it is not known
+
+    def within(self, ttls: Collection[str]) -> Start:
+        """Return it without the requests that name other TTLs, as those from before one was removed do."""
+        stays = [all(mark.ttl in ttls for mark in record.marks) for record in self.records]
+        records = [record for record, one in zip(self.records, stays, strict=True) if one]
+        return replace(self, records=records, early=sum(stays[: self.early]))
 
 
 class Snapshots:

@@ -42,6 +42,10 @@ class BlockFileError(ValueError):
     """A file that is damaged, or not what its name says."""
 
 
+OWNER_ALONE = 0o700
+"""Mode of folders: blocks are what tenants sent, as keys and values."""
+
+
 class DiskTierError(ValueError):
     """A folder that cannot be used; the message says why."""
 
@@ -134,7 +138,7 @@ class Folder:
 
     def create(self, **more: Any) -> None:
         """Make the folder and its manifest. Raises OSError."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
         _replace(self.path / MANIFEST, (json.dumps(self.manifest() | more, indent=2) + "\n").encode())
 
     def check(self) -> dict[str, Any]:
@@ -155,7 +159,7 @@ class Folder:
 
     def claim(self) -> bool:
         """Take the folder for this process, until it ends; False if another one has it. Raises OSError."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
         lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,7 +187,7 @@ class Folder:
         metadata = {"header": text, "checksum": _checksum(text, tensors)}
         content = safetensors.torch.save(tensors, metadata)
         path = self.file(bytes.fromhex(header.key))
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
         _replace(path, content)
 
     def read(self, key: bytes) -> tuple[Packed, Header]:
@@ -296,7 +300,8 @@ def _checksum(header: str, tensors: dict[str, Tensor]) -> str:
 def _replace(path: Path, content: bytes) -> None:
     beside = path.with_name(path.name + PART)
     try:
-        beside.write_bytes(content)
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(content)
         beside.replace(path)
     except OSError:
         beside.unlink(missing_ok=True)

@@ -42,7 +42,7 @@ class BlockStore:
 
     `publish(stored, evicted, tier)` is told of every full block that leaves the replica, then of those that come to a
     tier, the fastest that has them now. `wake` is called from another thread when a read or a move is done: `settle`.
-    Raises FolderError, PackError or OSError where the disk's folder or a pack cannot be used.
+    Raises DiskTierError, PackError or OSError where the disk's folder or a pack cannot be used.
     """
 
     def __init__(

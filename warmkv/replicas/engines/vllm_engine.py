@@ -24,6 +24,7 @@ from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas import device_memory
+from warmkv.replicas.background import Background
 from warmkv.replicas.completions import Completions
 from warmkv.replicas.engine.scheduler import Emit
 from warmkv.replicas.engine.stats import EngineStats
@@ -109,7 +110,7 @@ class VllmEngine:
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._waiting: FairQueue[GenerateRequest] = FairQueue()  # those without a token, as vLLM's own queue has them
-        self._beside: list[asyncio.Task[None]] = []
+        self._beside = Background()
         self.stream: EventStream | None = None  # once it is followed
         self._told = asyncio.Event()  # of blocks that came to vLLM's cache, or left it
         self._watcher = watcher  # which kills vLLM's processes if this one ends
@@ -123,8 +124,9 @@ class VllmEngine:
 
     def start(self) -> None:
         """Begin to follow the events of vLLM's cache."""
-        loop = asyncio.get_running_loop()
-        self._beside = [loop.create_task(work()) for work in (self._follow, self._expire, self._keep_warm)]
+        self._beside.start("following KV events", self._follow())
+        self._beside.start("expiring prefixes", self._expire())
+        self._beside.start("touching prefixes", self._keep_warm())
 
     def submit(self, request: GenerateRequest, emit: Emit, matcher: LLMatcher | None = None) -> None:
         """Queue a request; `emit` is called with Started, drawn tokens, and an end. Raises EngineError."""
@@ -157,9 +159,10 @@ class VllmEngine:
         action()
 
     def check_turning(self, limit: float) -> None:
-        """Raise RuntimeError where vLLM has ended, or tells of no step for more than `limit` seconds."""
+        """Raise RuntimeError where vLLM or a task beside it has ended, or vLLM tells of no step for `limit` seconds."""
         if self._llm.errored:
             raise RuntimeError("vLLM's engine core has ended: see the replica's log")
+        self._beside.check()
         if self._tasks and (still := self._clock() - self._steps.turned) > limit:
             raise RuntimeError(f"the engine has been in one step for {still:.0f} s")
 
@@ -208,7 +211,8 @@ class VllmEngine:
             self._folder.rmdir()
 
     def _cancel_all(self) -> None:
-        for task in (*self._beside, *self._tasks.values()):
+        self._beside.cancel()
+        for task in self._tasks.values():
             task.cancel()
 
     # --- an answer

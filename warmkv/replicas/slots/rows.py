@@ -52,7 +52,7 @@ class RowTable:
 
     @classmethod
     def of_kind(cls, kind: RowKind, rows: int) -> RowTable:
-        """Free rows."""
+        """Return rows of a kind that are all free."""
         state = cls.over(np.zeros((len(fields(cls)), rows), dtype=np.int64))
         state.owner[:] = FREE
         state.become(slice(None), kind)

@@ -185,7 +185,7 @@ class SlotPool:
         return [(slab, row) for slab in of_kind for row in slab.free_rows()]
 
     def _idle(self, slab: Slab) -> Iterator[range]:
-        """Free rows for all KV heads of a sequence, side by side."""
+        """Yield free rows for all KV heads of a sequence, side by side."""
         heads = self.shape.kv_heads
         for row in range(0, slab.rows - heads + 1, heads):
             if (slab.state.owner[row : row + heads] == FREE).all():

@@ -241,7 +241,7 @@ class Cluster:
             if not replica.full and replica.ever_fits(job):
                 replica.submit(job)
             else:
-                self._refuse(job)
+                self._refuse(job, too_large=not replica.ever_fits(job))
             return
         now, gateway = self._env.now, self._gateways[job.gateway]
         groups = tuple([name for name, fleet in self._fleets.items() if name in job.groups and fleet.serving])
@@ -274,7 +274,8 @@ class Cluster:
                 fleet.transfers[name].take(job, fetch)
                 gateway.sent(job, name, replica.in_flight, now)
                 return
-        self._refuse(job)
+        replicas = [self._fleets[self._group_of[name]].serving[name] for name in order]
+        self._refuse(job, too_large=not any(replica.ever_fits(job) for replica in replicas))
 
     def _warm(self, job: Job, now: float) -> dict[str, Depths]:
         """Return leading blocks of a job's prompt that replicas of all groups hold."""
@@ -288,7 +289,8 @@ class Cluster:
             self._counted[number] = group
             self._fleets[group].in_flight(1)
 
-    def _refuse(self, job: Job) -> None:
+    def _refuse(self, job: Job, *, too_large: bool = False) -> None:
+        job.too_large = too_large
         job.replica, job.started, job.first, job.finished = "", NEVER, NEVER, NEVER
         self._over(job)
 

@@ -25,8 +25,8 @@ class Fleet:
     They have places, numbered from 0: one that starts takes the lowest that is free. Those that follow the first in a
     place have names of their own, as in Ray Serve. All names begin with `name`.
 
-    Whoever has one tells what is to be done where: `began` and `ended` are told of requests, `ready` when a replica
-    takes requests, `gone` the name of one that is there no more, `lost` the requests that it had.
+    `ready` is told when a replica takes requests, `gone` the name of one that is there no more, `lost` the requests
+    that it had.
     """
 
     def __init__(
@@ -185,11 +185,11 @@ class Fleet:
     def _leave(self, replica: SimulatedReplica) -> None:
         """Go, and before that leave the hottest blocks to the others."""
         if self._terms.handover_seconds and self.serving:
-            self._env.process(self._hand_over(replica, replica.cache))
+            self._env.process(self._hand_over(replica))
         else:
             self._gone(replica)
 
-    def _hand_over(self, replica: SimulatedReplica, cache: ReplicaCache) -> Process:
+    def _hand_over(self, replica: SimulatedReplica) -> Process:
         def there() -> bool:
             return self._open and replica.name in self._draining
 
@@ -197,7 +197,9 @@ class Fleet:
             return self.serving[name].cache if name in self.serving else None
 
         names = sorted(self.serving)
-        yield from hand_over(self._env, cache, names, peer, self._stores.holders, self._terms, self.moved, there)
+        yield from hand_over(
+            self._env, replica.cache, names, peer, self._stores.holders, self._terms, self.moved, there
+        )
         if there():
             self._gone(replica)
 

@@ -57,7 +57,7 @@ class Jobs:
         self._places = {"": 0}
         self.hit, self.blocks_found, self.reused, self.written, self.read = (array("i", [0]) * count for _ in range(5))
         self.retries, self.resumptions, self.preemptions, self.gateway = (array("i", [0]) * count for _ in range(4))
-        self.failed = array("b", [0]) * count
+        self.failed, self.too_large = (array("b", [0]) * count for _ in range(2))
 
     def __len__(self) -> int:
         return len(self.arrival)
@@ -108,7 +108,8 @@ class Jobs:
         self.hit[number], self.blocks_found[number] = job.hit, job.blocks_found
         self.reused[number], self.written[number], self.read[number] = job.reused, job.written, job.read
         self.retries[number], self.resumptions[number] = job.retries, job.resumptions
-        self.preemptions[number], self.failed[number] = job.num_preemptions, job.failed
+        self.preemptions[number] = job.num_preemptions
+        self.failed[number], self.too_large[number] = job.failed, job.too_large
 
     @property
     def block_size(self) -> int:
@@ -169,5 +170,6 @@ class Jobs:
         job.hit, job.blocks_found = self.hit[number], self.blocks_found[number]
         job.reused, job.written, job.read = self.reused[number], self.written[number], self.read[number]
         job.retries, job.resumptions = self.retries[number], self.resumptions[number]
-        job.num_preemptions, job.failed = self.preemptions[number], bool(self.failed[number])
+        job.num_preemptions = self.preemptions[number]
+        job.failed, job.too_large = bool(self.failed[number]), bool(self.too_large[number])
         return job

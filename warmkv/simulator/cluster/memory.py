@@ -49,8 +49,8 @@ def pool_bytes(config: Config) -> int:
 def resolved(config: Config) -> Config:
     """Return the settings with every `auto` size in bytes, and the tokens of a step.
 
-    With a whole `simulator.model` they are what `simulator.gpu` has room for, as in the service; where the model does
-    not fit that, and without its weights, the constants above; then steps are those of a CPU.
+    With a whole `simulator.model` they are what `simulator.gpu` has room for, as in the service; without its weights
+    the constants above, and steps are those of a CPU. Raises MemoryPlanError where the model does not fit the GPU.
     """
     engine, cache = config.engine, config.prefix_cache
     if "auto" not in (engine.kv_bytes, cache.memory_bytes, engine.step_tokens):
@@ -59,8 +59,8 @@ def resolved(config: Config) -> Config:
     kv, stored = KV_BYTES, STORED_BYTES
     if (model := config.simulator.model).is_whole:
         planned = plan(config, model, config.simulator.gpu)
-        if planned.needed <= planned.most:
-            kv, stored = planned.kv.bytes, planned.stored.bytes
+        planned.check()
+        kv, stored = planned.kv.bytes, planned.stored.bytes
     engine = engine.model_copy(update={"step_tokens": step_tokens})
     if engine.kv_bytes == "auto":
         engine = engine.model_copy(update={"kv_bytes": ByteSize(kv)})

@@ -74,6 +74,7 @@ class Job:
     retries: int = 0  # how often it was sent again because its replica failed before its first token
     resumptions: int = 0  # and after it: then another computes the prompt again and decodes what was sent
     failed: bool = False  # its replica failed, and it was not sent again
+    too_large: bool = False  # for every replica that there was
 
     known_keys: Sequence[int] | None = field(default=None, repr=False)
 

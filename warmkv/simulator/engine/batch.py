@@ -81,10 +81,6 @@ class DecodeBatch(Generic[Request]):
             most = full
         return most
 
-    def ends_within(self, steps: int) -> bool:
-        """Return True if a sequence ends within the next steps."""
-        return bool(self._ends) and self._ends[0][0] <= self.steps + steps
-
     def lines(self, chunks: Sequence[Chunk] = ()) -> list[Line]:
         """Return the seconds of the next step under each roof, and what every further one takes more.
 

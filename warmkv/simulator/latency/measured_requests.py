@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from warmkv.simulator.traces import KEPT_FAULTS, RowError, TraceError
-from warmkv.simulator.traces.reader import text_of
-from warmkv.simulator.traces.rows import lines, mapping, number, whole
+from warmkv.simulator.traces.files import text_of
+from warmkv.simulator.traces.rows import mapping, number, objects, whole
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -62,7 +62,7 @@ def read(path: Path, *, strict: bool = False) -> Measured:
     faults: list[str] = []
     broken = skipped = 0
     with text_of(path) as file:
-        for line, text in lines(file):
+        for line, text in objects(file):
             try:
                 row = mapping(text)
                 if row.get("status", "ok") != "ok":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -33,6 +34,8 @@ def conclude(results: Sequence[Result]) -> list[str]:
 
 def duration(seconds: float) -> str:
     """Return a lifetime as it is written in settings: 300 s are 5m, 3600 s are 1h."""
+    if math.isinf(seconds):
+        return "unlimited"
     for size, unit in ((3600, "h"), (60, "m")):
         if seconds >= size and seconds % size == 0:
             return f"{seconds / size:g}{unit}"
@@ -54,12 +57,14 @@ def _about_ttl(results: Sequence[Result]) -> str | None:
         if abs(other.stored.peak - short.stored.peak) < LEAST_RATIO * short.stored.peak:
             return None
         hits = "the same hit rate"
+    change = f"TTL {duration(other.ttl or 0.0)} instead of {duration(short.ttl or 0.0)}: {hits}"
+    if other.refused != short.refused:
+        return f"{change}, but other requests were refused: compare nothing else."
     bill = other.dollars / short.dollars - 1 if short.dollars else 0.0
     billed = f", bills {bill:+.0%}" if abs(bill) >= LEAST_POINTS else ""
-    memory = _times(other.stored.peak, short.stored.peak)
-    return (
-        f"TTL {duration(other.ttl or 0.0)} instead of {duration(short.ttl or 0.0)}: {hits} for {memory} memory{billed}."
-    )
+    if short.keeps_by_lru:
+        return f"{change}{billed}; vLLM computes and holds the same."
+    return f"{change} for {_times(other.stored.peak, short.stored.peak)} memory{billed}."
 
 
 def _about_policy(results: Sequence[Result]) -> str | None:

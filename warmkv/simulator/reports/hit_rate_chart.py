@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from matplotlib.ticker import EngFormatter
 
 from warmkv.chart_style import COLOURS, INK, MARKERS, STYLE
 from warmkv.faults import UserError
+from warmkv.terminal import is_standard
 
 
 class ChartError(UserError):
@@ -21,8 +23,10 @@ Points = Sequence[tuple[float, float]]  # capacity or seconds, hit rate
 
 
 def save(lines: Mapping[str, Points], marks: Mapping[str, Points], ceiling: float, axis: str, file: Path) -> None:
-    """Draw lines and the points asked for, over the ceiling of an unlimited cache. Raises OSError, and ChartError for
-    a kind of file that matplotlib does not know."""
+    """Draw lines and the points asked for, over the ceiling of an unlimited cache; `-` is SVG on standard output.
+
+    Raises OSError, and ChartError for a kind of file that matplotlib does not know.
+    """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 3.6), layout="constrained")
         kinds = figure.canvas.get_supported_filetypes()
@@ -42,6 +46,9 @@ def save(lines: Mapping[str, Points], marks: Mapping[str, Points], ceiling: floa
         axes.set_xlabel(f"{axis} (log scale)")
         axes.set_ylabel("prompt tokens found")
         axes.legend(loc="best")
+        if is_standard(file):
+            figure.savefig(sys.stdout.buffer, format="svg", metadata={"Date": None})
+            return
         figure.savefig(
             file, metadata={"Date": None} if file.suffix == ".svg" else None
         )  # the same input, the same file

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,12 @@ def check(folder: Path) -> None:
         raise RunFolderError(f"{folder} is there and not empty; choose another --out")
 
 
-def write(folder: Path, run: Run, meta: Mapping[str, Any], prices: Prices) -> None:
+def write(folder: Path, run: Run, meta: Mapping[str, Any], prices_of: Callable[[str], Prices]) -> None:
     """Write a run, into a new folder or an empty one. Raises RunFolderError, and OSError as the disk does."""
     check(folder)
     folder.mkdir(parents=True, exist_ok=True)
     series = timeseries(run)
-    pq.write_table(_requests(run, prices), folder / "requests.parquet")
+    pq.write_table(_requests(run, prices_of), folder / "requests.parquet")
     pq.write_table(pa.table(series), folder / "timeseries.parquet")
     for name, document in (("meta.json", meta), ("summary.json", figures(run.result))):
         (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -101,11 +101,13 @@ def timeseries(run: Run) -> dict[str, Any]:
     }
 
 
-def _requests(run: Run, prices: Prices) -> Any:
+def _requests(run: Run, prices_of: Callable[[str], Prices]) -> Any:
     jobs, records = run.jobs, run.jobs.records
     is_served = jobs.column("replica") > 0
     dollars = np.zeros(len(jobs))
-    dollars[is_served] = [price(usage, prices).total for usage in run.usages]
+    models = [model for model, served in zip(records.values("model"), is_served.tolist(), strict=True) if served]
+    prices = {model: prices_of(model) for model in set(models)}
+    dollars[is_served] = [price(usage, prices[model]).total for usage, model in zip(run.usages, models, strict=True)]
     plain = {
         "id": pa.array(records.id[number] for number in range(len(jobs))),
         "tenant": records.values("tenant"),

@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter
 
 from warmkv.chart_style import COLOURS, STYLE
 from warmkv.report_page import figure, page, svg, table
+from warmkv.simulator.reports.conclusion import duration
 from warmkv.simulator.studies.replays.replay import Result, Run
 
 TENANTS = 20  # shown, those with the highest bills
@@ -24,7 +25,7 @@ SHARES = np.linspace(0, 1, 201)  # at which distributions are drawn
 def render(run: Run, series: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
     """Render the page of a run; `series` are its columns over time, `meta` what was replayed and how."""
     result, title = run.result, f"Replay of {meta['trace']['file']}"
-    ttl = "as marked" if result.ttl is None else f"{result.ttl:g} s"
+    ttl = "as marked" if result.ttl is None else duration(result.ttl)
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">{result.requests:,} requests over {result.seconds:,.0f} s, policy {escape(result.policy)}, '

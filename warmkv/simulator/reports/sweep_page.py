@@ -47,12 +47,13 @@ def show(rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str], co
     paths = paths_of(rows)
     names = short_names(paths)
     caption = f"*: on the Pareto front of {', '.join(front)}; stored, slots: largest bytes over all replicas"
-    heads = ("#", *names.values(), *(HEADS.get(name, name) for name in COLUMNS))
+    columns = (*COLUMNS, *(["refused"] if any(row.figures.get("refused") for row in rows) else []))
+    heads = ("#", *names.values(), *(HEADS.get(name, name) for name in columns))
     table = ruled_table("", *heads, caption=caption, left=1 + len(paths))
     table.columns[0].justify = "right"
     for row in listed:
         settings = [shown(row.settings[path]) if path in row.settings else "" for path in paths]
-        table.add_row(f"{row.number}{'*' * row.front}", *settings, *(text(row, name) for name in COLUMNS))
+        table.add_row(f"{row.number}{'*' * row.front}", *settings, *(text(row, name) for name in columns))
     show_table(table, console)
     if len(listed) < len(rows):
         console.print(f"{len(rows) - len(listed):,} points that are not on the front: see results.parquet")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.cache.measures import Percentiles
 from warmkv.simulator.reports.conclusion import conclude, duration
 from warmkv.simulator.steps.costs import StepTimes
@@ -20,29 +24,51 @@ MOST_ROWS = 10
 """Variants in the first table, which fits on a screen of 80 columns and 24 lines."""
 
 
-def show_overview(results: Sequence[Result], arrivals: str, source: str, console: Console) -> None:
-    """Print what was replayed, a row for each variant, and what follows from them."""
-    first = results[0]
+def show_overview(
+    results: Sequence[Result], records: Sequence[RequestRecord], arrivals: str, source: str, console: Console
+) -> None:
+    """Print what was replayed, a row for each variant, what was refused, and what follows from them."""
+    first, columns = results[0], columns_of(records)
+    span = max(first.seconds, float(np.ptp(columns.arrival)) if len(columns) else 0.0)
     alive = first.replicas
-    replicas = f"{alive.peak} replicas"
+    replicas = "1 replica" if alive.peak == 1 else f"{alive.peak} replicas"
     if alive.mean != alive.peak:
         replicas = f"{alive.mean:.2f} replicas on average, at most {alive.peak}"
     console.print(
-        f"{first.requests:,} requests over {first.seconds:,.0f} s, {first.prompt_tokens:,} prompt and "
-        f"{first.usage.output:,} output tokens\n{replicas}; {arrivals}\nstep times: {source}\n"
+        f"{first.requests:,} requests over {span:,.0f} s, {columns.input_tokens.sum():,} prompt and "
+        f"{columns.output_tokens.sum():,} output tokens\n{replicas}; {arrivals}\nstep times: {source}\n"
     )
-    table = plain_table("policy", "TTL", "hit", "stored", "slots", "TTFT p50", "p99", "bill", gap=2)
+    some_refused = any(r.refused for r in results)
+    last = ("bill", "refused") if some_refused else ("bill",)
+    table = plain_table("policy", "TTL", "hit", "stored", "slots", "TTFT p50", "p99", *last, gap=2)
     for r in results[:MOST_ROWS]:
         ttl = "as marked" if r.ttl is None else duration(r.ttl)
         sizes = (_size(r.stored.peak), _size(r.slots.peak))
         times = (_short(r.ttft.p50 * 1000), _short(r.ttft.p99 * 1000))
-        table.add_row(r.policy, ttl, f"{r.token_hit_rate:.1%}", *sizes, *times, f"${r.dollars:,.2f}")
+        refused = (f"{r.refused / r.requests:.1%}",) if some_refused else ()
+        table.add_row(r.policy, ttl, f"{r.token_hit_rate:.1%}", *sizes, *times, f"${r.dollars:,.2f}", *refused)
     show_table(table, console)
     more = f"{len(results) - MOST_ROWS} more variants and all" if len(results) > MOST_ROWS else "All"
-    console.print("hit: prompt tokens not computed; stored prefixes, decode slots: most; TTFT: ms")
+    hit = "found, and within their TTL" if first.keeps_by_lru else "not computed"
+    console.print(f"hit: prompt tokens {hit}; stored prefixes, decode slots: most; TTFT: ms")
     console.print(f"{more} figures: --details\n")
+    if some_refused:
+        console.print(_refusals(max(results, key=lambda r: r.refused)), style="yellow")
     for sentence in conclude(results):
         console.print(sentence)
+
+
+def _refusals(result: Result) -> str:
+    """Return how many requests a replay refused, and why."""
+    causes = (
+        (result.too_large, "fit no replica (engine.kv_bytes, engine.max_context)"),
+        (result.refused - result.too_large, "found all queues full (cluster.replicas, engine.max_slots, max_queue)"),
+    )
+    why = ", ".join(f"{count:,} {cause}" for count, cause in causes if count)
+    return (
+        f"{result.refused:,} of {result.requests:,} requests were refused under {result.policy} and are in no other "
+        f"figure: {why}."
+    )
 
 
 def show_details(results: Sequence[Result], console: Console) -> None:
@@ -55,8 +81,13 @@ def document(results: Sequence[Result], times: StepTimes, source: str) -> dict[s
     """Return all figures of all variants, and the step times they were computed with."""
     return {
         "step_times": {"source": source, **times.figures()},
-        "variants": [{**asdict(result), "figures": figures(result)} for result in results],
+        "variants": [{**asdict(result), "ttl": ttl_of(result.ttl), "figures": figures(result)} for result in results],
     }
+
+
+def ttl_of(ttl: float | None) -> float | str | None:
+    """Return a lifetime for a document: JSON has no infinity, and null is the one that was recorded."""
+    return "unlimited" if ttl == math.inf else ttl
 
 
 def _money(results: Sequence[Result]) -> Table:
@@ -144,7 +175,8 @@ def _table(title: str, caption: str, *columns: str) -> Table:
 
 
 def _name(result: Result) -> tuple[str, str]:
-    return result.policy, "as marked" if result.ttl is None else f"{result.ttl:g}"
+    ttl = ttl_of(result.ttl)
+    return result.policy, "as marked" if ttl is None else ttl if isinstance(ttl, str) else f"{ttl:g}"
 
 
 def _count(number: int) -> str:

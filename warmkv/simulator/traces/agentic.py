@@ -16,10 +16,10 @@ from warmkv.simulator.traces.rows import (
     Reading,
     field,
     has_keys,
-    lines,
     listed,
     mapping,
     number,
+    objects,
     whole,
 )
 
@@ -59,4 +59,4 @@ def parser(reading: Reading) -> Parse:
     return parse
 
 
-AGENTIC = Format("agentic", lambda line: has_keys(line, ("requests", "block_size")), parser, lines)
+AGENTIC = Format("agentic", lambda line: has_keys(line, ("requests", "block_size")), parser, objects)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from warmkv.prefixes.reported_usage import split
-from warmkv.simulator.traces.calls import NOTE, Call, Texts, check
+from warmkv.simulator.traces.calls import NOTE, ONE_SERVER, Call, Texts, check
 from warmkv.simulator.traces.columns import RowError, TraceError
-from warmkv.simulator.traces.rows import LONGEST, Format, Parse, Reading, field, has_keys, lines, mapping, number
+from warmkv.simulator.traces.rows import LONGEST, Format, Parse, Reading, field, has_keys, mapping, number, objects
 
 KEYS = ("metadata", "metrics", "request_start_ns")
 INPUTS = "inputs.json"
@@ -45,6 +45,7 @@ def parser(reading: Reading) -> Parse:
             session=session,
             ttft=_metric(metrics, "time_to_first_token") / 1e3,
             e2e=_metric(metrics, "request_latency") / 1e3,
+            replica=ONE_SERVER,
         )
         turns, turn = payloads.get(str(metadata.get("conversation_id")), []), metadata.get("turn_index") or 0
         return (texts.named(call, _body(turns[: turn + 1], session) if turn < len(turns) else {}),)
@@ -93,4 +94,4 @@ def _body(payloads: list[Mapping[str, Any]], session: str) -> Mapping[str, Any]:
     return {**last, "messages": [*told, *messages]}
 
 
-AIPERF = Format("aiperf", lambda line: has_keys(line, KEYS), parser, lines, NOTE, records=True)
+AIPERF = Format("aiperf", lambda line: has_keys(line, KEYS), parser, objects, NOTE, records=True)

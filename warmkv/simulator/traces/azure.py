@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 
-from warmkv.simulator.traces.columns import Row, RowError
-from warmkv.simulator.traces.rows import Format, Parse, Reading, csv_rows, lines, whole
+from warmkv.simulator.traces.calls import moment
+from warmkv.simulator.traces.columns import Row
+from warmkv.simulator.traces.rows import Format, Parse, Reading, csv_rows, has_header, lines, whole
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -16,13 +16,8 @@ def parser(reading: Reading) -> Parse:
 
 
 def _row(cells: Mapping[str, str]) -> Row:
-    try:
-        moment = datetime.fromisoformat(cells["TIMESTAMP"])
-    except ValueError:
-        raise RowError(f"TIMESTAMP must be a date and a time, not {cells['TIMESTAMP']!r}") from None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return Row(moment.timestamp(), whole(cells, "ContextTokens"), whole(cells, "GeneratedTokens"))
+    arrival = moment(cells["TIMESTAMP"], "TIMESTAMP")
+    return Row(arrival, whole(cells, "ContextTokens"), whole(cells, "GeneratedTokens"))
 
 
-AZURE = Format("azure", lambda line: all(column in line for column in COLUMNS), parser, lines)
+AZURE = Format("azure", lambda line: has_header(line, COLUMNS), parser, lines)

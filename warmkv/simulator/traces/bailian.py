@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from warmkv.simulator.traces.columns import Row
-from warmkv.simulator.traces.rows import Format, Parse, Reading, has_keys, lines, listed, mapping, number, whole
+from warmkv.simulator.traces.rows import Format, Parse, Reading, has_keys, listed, mapping, number, objects, whole
 
 BLOCK = 16
 KEYS = ("chat_id", "parent_chat_id", "timestamp", "input_length")
@@ -32,4 +32,4 @@ def parser(reading: Reading) -> Parse:
     return parse
 
 
-BAILIAN = Format("bailian", lambda line: has_keys(line, KEYS), parser, lines)
+BAILIAN = Format("bailian", lambda line: has_keys(line, KEYS), parser, objects)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from warmkv.simulator.traces.columns import Row
-from warmkv.simulator.traces.rows import Format, Parse, Reading, csv_rows, lines, number, whole
+from warmkv.simulator.traces.rows import Format, Parse, Reading, csv_rows, has_header, lines, number, whole
 
 COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -25,4 +25,4 @@ def _row(cells: Mapping[str, str]) -> Row | None:
     return Row(number(cells, "Timestamp"), whole(cells, "Request tokens"), output, session=session)
 
 
-BURSTGPT = Format("burstgpt", lambda line: all(column in line for column in COLUMNS), parser, lines)
+BURSTGPT = Format("burstgpt", lambda line: has_header(line, COLUMNS), parser, lines)

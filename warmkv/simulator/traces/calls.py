@@ -5,6 +5,7 @@ A log with prompts has blocks of hashed text; of one with token counts alone the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -20,6 +21,13 @@ from warmkv.simulator.traces.rows import Reading, document
 BLOCK = 64  # tokens, if the caller does not say
 NOTE = "prefixes are those of prompts in the log, hashed as text, or else derived from conversations and reported reads"
 
+UNITS = (1, 10**3, 10**6, 10**9)  # of a number that is a moment: seconds, milli-, micro-, nanoseconds
+LATEST = 10**11  # in its unit: seconds until the year 5138, as milliseconds from March 1973 on
+
+
+ONE_SERVER = "server"
+"""Stands for the replica of requests whose log is of one server, with its own latencies."""
+
 
 class Call(NamedTuple):
     """A request that was answered. Where the log has its prompt, `plan` names its prefixes, and `tokens` counts it."""
@@ -33,6 +41,7 @@ class Call(NamedTuple):
     id: str = ""  # of several rows with the same id the last one counts
     ttft: float = 0.0  # 0 if unknown, or not the time of a server that a replay stands for
     e2e: float = 0.0
+    replica: str = ""  # `ONE_SERVER` where they are
     tokens: int = 0
     plan: CachePlan | None = None
     bytes_per_token: float = 0.0
@@ -60,18 +69,22 @@ class Texts:
         return call._replace(tokens=tokens, plan=CachePlan(hashes, plan.marks, plan.reads), bytes_per_token=scale)
 
 
-def records(calls: Iterable[Call], reading: Reading) -> Iterator[RequestRecord]:
-    """Yield the records of calls in the order of arrival, each id once."""
-    size = reading.block_size or BLOCK
-    distinct: dict[str, Call] = {}
-    ordered = []
+def distinct(calls: Iterable[Call]) -> list[Call]:
+    """Return the calls of a tool's log, each id once."""
+    by_id: dict[str, Call] = {}
+    found = []
     for call in calls:
         if not call.id:
-            ordered.append(call)
-        elif (before := distinct.get(call.id)) is None or before.usage.output <= call.usage.output:
-            distinct[call.id] = call
-    ordered += distinct.values()
-    ordered.sort(key=lambda call: call.arrival)
+            found.append(call)
+        elif (before := by_id.get(call.id)) is None or before.usage.output <= call.usage.output:
+            by_id[call.id] = call
+    return [*found, *by_id.values()]
+
+
+def records(calls: Iterable[Call], reading: Reading) -> Iterator[RequestRecord]:
+    """Yield the records of calls in the order of arrival."""
+    size = reading.block_size or BLOCK
+    ordered = sorted(calls, key=lambda call: call.arrival)
     conversations = Conversations(size)
     for number, call in enumerate(ordered):
         plan, tokens = call.plan, call.tokens
@@ -93,6 +106,7 @@ def records(calls: Iterable[Call], reading: Reading) -> Iterator[RequestRecord]:
             reads=plan.reads,
             usage=call.usage,
             cached_tokens=call.usage.read,
+            replica=call.replica,
             ttft=call.ttft,
             e2e=call.e2e,
             session=call.session,
@@ -110,14 +124,32 @@ def check(usage: Usage) -> Usage:
 
 
 def moment(value: Any, name: str) -> float:
-    """Read a date and time, or a number of seconds, as Unix time. Raises RowError."""
+    """Read a date and time, or a number since 1970, also as text, as Unix time. Raises RowError.
+
+    A number's size tells its unit: what would be a year after 5138 in one unit is in a smaller one.
+    """
     try:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        time = datetime.fromisoformat(value)
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+        number = _number(value)
+        if number is None:
+            time = datetime.fromisoformat(value)
+            return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+        unit = next((unit for unit in UNITS if abs(number) < LATEST * unit), UNITS[-1])
+        if math.isfinite(number):
+            return number / unit
     except (TypeError, ValueError, OverflowError):
-        raise RowError(f"{name} must be a date and a time, not {value!r:.50}") from None
+        pass
+    raise RowError(f"{name} must be a date and a time, not {value!r:.50}")
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        if value[4:5] == "-":  # a date
+            return None
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def body_of(value: Any) -> Mapping[str, Any]:

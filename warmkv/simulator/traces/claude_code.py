@@ -13,7 +13,7 @@ from typing import Any
 from warmkv.prefixes.reported_usage import usage_of
 from warmkv.simulator.traces.calls import NOTE, Call, check, moment
 from warmkv.simulator.traces.columns import RowError
-from warmkv.simulator.traces.rows import Format, Parse, Reading, field, has_keys, lines, mapping
+from warmkv.simulator.traces.rows import Format, Parse, Reading, field, has_keys, mapping, objects
 
 KEYS = ("type", "sessionId", "timestamp")
 SIDE_LINES = (("type", "summary", "leafUuid"), ("type", "messageId", "snapshot"))
@@ -67,7 +67,7 @@ CLAUDE_CODE = Format(
     "claude-code",
     lambda line: any(has_keys(line, keys) for keys in (KEYS, *SIDE_LINES)),
     parser,
-    lines,
+    objects,
     NOTE,
     records=True,
 )

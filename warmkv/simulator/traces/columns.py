@@ -60,6 +60,7 @@ class Trace:
     broken: int = 0  # rows that are no requests
     skipped: int = 0  # requests that failed, were cancelled, or ran inside another
     faults: tuple[str, ...] = ()  # FILE:LINE: reason, of the first broken rows
+    unrecognised: tuple[str, ...] = ()  # files of a folder that are of no known format
     notes: tuple[str, ...] = ()  # what a reader assumed
 
     def __len__(self) -> int:
@@ -100,7 +101,8 @@ class Builder:
     """Rows in, a Trace out. Names of sessions and tenants become numbers that stay the same from trace to trace."""
 
     def __init__(self, format: str) -> None:
-        self._format, self._block_size = format, 0
+        self.format = format
+        self._block_size = 0
         self._numbers: tuple[dict[str, int], dict[str, int]] = ({}, {})
         self._clear()
 
@@ -146,7 +148,7 @@ class Builder:
     def build(self, **account: Any) -> Trace:
         """Build the trace of the rows added since the last call."""
         trace = Trace(
-            self._format,
+            self.format,
             self._block_size,
             np.array(self._arrival),
             np.array(self._input, dtype=np.int32),

@@ -1,4 +1,5 @@
-"""Observations exported from Langfuse, by its pages or to a blob storage: JSON, JSON lines, CSV; camel or snake case.
+"""Observations of Langfuse, exported by its pages or to a blob storage: JSON, JSON lines, CSV; camel or snake case.
+Pages of its API (`GET /api/public/observations`) are read, too.
 
 Those of the type GENERATION are requests. Keys of `usageDetails` do not overlap, as Langfuse bills them, unless its
 total says that the input has the cached tokens in it. A legacy export of a blob storage has no sessions: there a trace
@@ -24,6 +25,8 @@ BY_TTL = {
     "input_cache_creation_5m": "ephemeral_5m_input_tokens",
     "input_cache_creation_1h": "ephemeral_1h_input_tokens",
 }
+TOKENS = "TOKENS"
+NO_COUNTS = ("unit", "inputCost", "outputCost", "totalCost")  # of the legacy `usage`
 CACHE = (*READ, *WRITTEN, *BY_TTL)
 
 
@@ -56,10 +59,12 @@ def _value(row: Mapping[str, Any], *names: str) -> Any:
 
 def _usage(row: Mapping[str, Any]) -> tuple[Usage, bool]:
     """Return the usage, and whether cache writes are reported, as the Messages API does. Raises RowError."""
-    details = document(_value(row, "usageDetails", "usage_details", "usage"))
-    counts = (
-        {key: whole(details, key) for key in details if details[key] is not None} if isinstance(details, dict) else {}
-    )
+    reported = [document(row.get(name)) for name in ("usageDetails", "usage_details", "usage")]
+    details: Mapping[str, Any] = next((found for found in reported if isinstance(found, dict) and found), {})
+    for found in reported:
+        if isinstance(found, dict) and found.get("unit") not in (None, "", TOKENS):
+            raise RowError(f"usage is in {found['unit']}, not in tokens")
+    counts = {key: whole(details, key) for key in details if details[key] is not None and key not in NO_COUNTS}
     given = [key for key in ("input", "input_tokens", "prompt_tokens", "promptTokens") if key in counts]
     if not given:
         raise RowError("usageDetails has no input tokens")

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from warmkv.simulator.traces.columns import Row, Trace
-from warmkv.simulator.traces.rows import Format, Parse, Reading, has_keys, lines, listed, mapping, number, whole
+from warmkv.simulator.traces.rows import Format, Parse, Reading, has_keys, listed, mapping, number, objects, whole
+from warmkv.terminal import text_output
 
 BLOCK = 512
 KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -36,14 +37,14 @@ def parser(reading: Reading) -> Parse:
 
 
 def write(trace: Trace, path: Path) -> int:
-    """Write a trace in this form, its blocks numbered as they come; the number of lines. Raises OSError.
+    """Write a trace in this form, its blocks numbered as they come; return the number of lines. Raises OSError.
 
-    Whoever reads it must know the block size, and does not learn of sessions and tenants.
+    `-` is standard output. Whoever reads it must know the block size, and does not learn of sessions and tenants.
     """
     _, first, number = np.unique(trace.blocks, return_index=True, return_inverse=True)
     ids = np.argsort(np.argsort(first))[number].tolist()
     start = float(trace.arrival[0]) if len(trace) else 0.0
-    with path.open("w", encoding="utf-8") as out:
+    with text_output(path) as out:
         for i in range(len(trace)):
             row = {
                 "timestamp": round((float(trace.arrival[i]) - start) * 1000, 3),
@@ -55,4 +56,4 @@ def write(trace: Trace, path: Path) -> int:
     return len(trace)
 
 
-MOONCAKE = Format("mooncake", lambda line: has_keys(line, KEYS) and '"chat_id"' not in line, parser, lines)
+MOONCAKE = Format("mooncake", lambda line: has_keys(line, KEYS) and '"chat_id"' not in line, parser, objects)

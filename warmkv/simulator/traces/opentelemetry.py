@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry's conventions for generative AI (`gen_ai.*`), as OTLP JSON, a line for each export.
+"""Spans of OpenTelemetry's conventions for generative AI (`gen_ai.*`), as OTLP JSON: an export, or many.
 
 By the conventions `gen_ai.usage.input_tokens` has cached tokens in it; where it has fewer it is taken without them, as
 older instrumentations of the Messages API report. Spans of agents and tools sum up or hold none and are left out.
@@ -17,12 +17,13 @@ from warmkv.simulator.traces.rows import (
     Format,
     Parse,
     Reading,
-    array_or_lines,
     document,
+    each,
     has_columns,
     listed,
     mapping,
     number,
+    objects,
     whole,
 )
 
@@ -42,8 +43,8 @@ SPANS = "resourceSpans"
 def parser(reading: Reading) -> Parse:
     texts = Texts(reading)
 
-    def parse(text: str) -> Iterable[Call | None]:
-        return [call for span in _spans(mapping(text)) for call in _calls(span, texts)]
+    def parse(text: str) -> Iterable[Call | RowError | None]:
+        return each(_spans(mapping(text)), lambda span: _calls(span, texts))
 
     return parse
 
@@ -132,5 +133,5 @@ def _text(found: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 OPENTELEMETRY = Format(
-    "opentelemetry", lambda text: has_columns(text, (SPANS, "scopeSpans")), parser, array_or_lines, NOTE, records=True
+    "opentelemetry", lambda text: has_columns(text, (SPANS, "scopeSpans")), parser, objects, NOTE, records=True
 )

@@ -1,16 +1,8 @@
-"""Opening a trace of any format: recognised by its content, read at once or in parts."""
+"""Reading a trace of any format: each file is recognised by its content, and read at once or in parts."""
 
 from __future__ import annotations
 
-import gzip
-import hashlib
-import io
-import re
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -21,9 +13,10 @@ from warmkv.simulator.traces.aiperf import AIPERF
 from warmkv.simulator.traces.azure import AZURE
 from warmkv.simulator.traces.bailian import BAILIAN
 from warmkv.simulator.traces.burstgpt import BURSTGPT
-from warmkv.simulator.traces.calls import Call, records
+from warmkv.simulator.traces.calls import Call, distinct, records
 from warmkv.simulator.traces.claude_code import CLAUDE_CODE
 from warmkv.simulator.traces.columns import Builder, Row, RowError, Trace, TraceError, join
+from warmkv.simulator.traces.files import STANDARD_INPUT, Digest, files_of, text_of
 from warmkv.simulator.traces.langfuse import LANGFUSE
 from warmkv.simulator.traces.litellm import LITELLM
 from warmkv.simulator.traces.mooncake import MOONCAKE
@@ -39,12 +32,7 @@ LOGS = (CLAUDE_CODE, LITELLM, LANGFUSE, OPENTELEMETRY, VLLM_BENCH, AIPERF)
 FORMATS = {one.name: one for one in (WARMKV, *PUBLIC, *LOGS)}
 KEPT_FAULTS = 20  # faults kept word for word; all are counted
 HEAD = 1 << 16  # characters of the beginning in which a format is recognised
-BUFFER = 1 << 17  # bytes read at a time
-AHEAD = 4  # pieces that wait to be hashed
 PART = 100_000  # requests of a part
-AIPERF_REQUESTS = "profile_export.jsonl"
-SESSIONS_INDEX = "sessions-index.json"  # of Claude Code
-GZIP = b"\x1f\x8b"
 
 Progress = Callable[[int], None]  # told how many requests were read
 
@@ -52,27 +40,41 @@ Progress = Callable[[int], None]  # told how many requests were read
 class Rows:
     """The requests of a trace's files, in their order; each file is opened once, to be recognised, hashed and parsed.
 
-    `format` is known from the beginning, the rest when all is read. `fallback` is the format of a file that is not
-    recognised. Raises TraceError if a file cannot be read, or is of no known format and none is named, and at the first
-    broken row if `strict`.
+    Files of a folder that are of no known format are left out; `unrecognised` names them. Formats with records may be
+    mixed, since they have one clock and usage of their own. `format` is that of the first file and known from the
+    beginning, the rest when all is read. Raises TraceError if a file cannot be read, if none is of a known format and
+    none is named, if other formats are mixed, and at the first broken row or unknown file if `strict`.
     """
 
     def __init__(
-        self,
-        path: Path,
-        format: str | None = None,
-        *,
-        reading: Reading = Reading(),
-        strict: bool = False,
-        fallback: str | None = None,
+        self, path: Path, format: str | None = None, *, reading: Reading = Reading(), strict: bool = False
     ) -> None:
-        self._reading, self._strict, self._fallback = reading, strict, fallback
+        if format is not None and format not in FORMATS:
+            raise TraceError(f"{format!r} is no trace format; there are {', '.join(FORMATS)}")
+        self._reading, self._strict = reading, strict
         self.broken = self.skipped = 0
         self.faults: list[str] = []  # the first of the broken rows
+        self.unrecognised: list[str] = []
+        self._formats: dict[Format, Path] = {}  # and the first file of each
         self._digest = Digest()
         self._file, self._line = path, 0
-        self._rows = self._read(files_of(path), format)
+        self._rows = self._read(path, FORMATS[format] if format else None)
         next(self._rows)  # until the format is known
+
+    @property
+    def format(self) -> Format:
+        """Return the format of the first file."""
+        return next(iter(self._formats))
+
+    @property
+    def format_name(self) -> str:
+        """Return the names of all formats."""
+        return "+".join(format.name for format in self._formats)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what the readers assume, each once."""
+        return tuple(dict.fromkeys(format.note for format in self._formats if format.note))
 
     @property
     def sha256(self) -> str:
@@ -94,38 +96,90 @@ class Rows:
             else:
                 yield item
 
-    def _read(self, files: Sequence[Path], name: str | None) -> Iterator[Any]:
-        calls: list[Call] = []
-        for number, self._file in enumerate(files):
+    def _read(self, path: Path, named: Format | None) -> Iterator[Any]:
+        calls: dict[str, list[Call]] = {}  # of each format
+        found, wrong = False, ""
+        for self._file in files_of(path):
             with text_of(self._file, self._digest) as text:
-                if not number:
-                    self.format = format_of(text, self._file, name, self._fallback)
+                format = named or format_of(text)
+                if format is None:
+                    self._leave_out_file(text, alone=self._file == path)
+                    continue
+                first = not self._formats
+                self._add_format(format)
+                if first:
                     yield
-                parser = self.format.parser
+                for item in self._items(text, format):
+                    found = True
+                    if isinstance(item, Call):
+                        calls.setdefault(format.name, []).append(item)
+                    else:
+                        yield item
+                if named and not found:
+                    wrong = wrong or self._wrong_name(text, named)
+        if not self._formats:
+            if not self.unrecognised:
+                raise TraceError(f"{path} is empty")
+            raise TraceError(
+                f"{self.unrecognised[0]} is of no format that is recognised; name its format: {', '.join(FORMATS)}"
+            )
+        if wrong and not found:
+            raise TraceError(wrong)
+        merged = [call for of_format in calls.values() for call in distinct(of_format)]
+        self._file, self._line = path, 0
+        yield from records(merged, self._reading)  # conversations lie in several files
+
+    def _items(self, text: Any, format: Format) -> Iterator[Row | RequestRecord | LogLines | Call]:
+        """Yield what a file holds, and account for the rest. Raises TraceError."""
+        try:
+            if format.parser is None:
+                for part in read_log(text, self._refuse):
+                    self.skipped += part.skipped
+                    yield part
+                return
+            file = None if self._file == STANDARD_INPUT else self._file
+            parse = format.parser(replace(self._reading, file=file))
+            for self._line, item in format.items(text):
                 try:
-                    if parser is None:
-                        for part in read_log(text, self._refuse):
-                            self.skipped += part.skipped
-                            yield part
-                        continue
-                    parse = parser(replace(self._reading, file=self._file))
-                    for line, item in self.format.items(text):
-                        self._line = line
-                        try:
-                            rows = list(parse(item))
-                        except RowError as error:
-                            self.leave_out(str(error))
-                            continue
-                        for row in rows:
-                            if row is None:
-                                self.skipped += 1
-                            elif isinstance(row, Call):
-                                calls.append(row)
-                            else:
-                                yield row
-                except TooLongError as error:
-                    raise TraceError(f"{self._file}:{error.line}: {error}") from None
-        yield from records(calls, self._reading)  # conversations lie in several files
+                    rows = list(parse(item))
+                except RowError as error:
+                    self.leave_out(str(error))
+                    continue
+                for row in rows:
+                    if row is None:
+                        self.skipped += 1
+                    elif isinstance(row, RowError):
+                        self.leave_out(str(row))
+                    else:
+                        yield row
+        except TooLongError as error:
+            raise TraceError(f"{self._file}:{error.line}: {error}") from None
+
+    def _add_format(self, format: Format) -> None:
+        """Note the format of the file that is read. Raises TraceError if it does not go with the others."""
+        self._formats.setdefault(format, self._file)
+        if len(self._formats) > 1 and not all(one.records for one in self._formats):
+            (first, before), *_ = self._formats.items()
+            raise TraceError(
+                f"{before} is of the format {first.name}, {self._file} of {format.name}, and these two are not read "
+                "together; give each a folder of its own"
+            )
+
+    def _leave_out_file(self, text: IO[str], *, alone: bool) -> None:
+        """Note a file of no known format; one that is empty has nothing to lose. Raises TraceError if `strict`."""
+        if not text.read(HEAD).strip():
+            return
+        self.unrecognised.append(str(self._file))
+        if self._strict and not alone:
+            raise TraceError(f"{self._file} is of no format that is recognised")
+
+    def _wrong_name(self, text: IO[str], named: Format) -> str:
+        """Return what to say of a file without requests of the format that was named, if it is of another one."""
+        text.seek(0)
+        format = format_of(text)
+        if format is None or format is named:
+            return ""
+        return f"{self._file} has no request of the format {named.name}; it is of the format {format.name}"
 
     def _refuse(self, line: int, reason: str) -> None:
         self._line = line
@@ -133,7 +187,7 @@ class Rows:
 
     def leave_out(self, reason: str) -> None:
         """Count the row that was read last as broken. Raises TraceError if `strict`."""
-        fault = f"{self._file}:{self._line}: {reason}"
+        fault = f"{self._file}:{self._line}: {reason}" if self._line else f"{self._file}: {reason}"
         if self._strict:
             raise TraceError(fault)
         self.broken += 1
@@ -175,7 +229,6 @@ def stream(
 def parts(rows: Rows, size: int = PART, progress: Progress = lambda requests: None) -> Iterator[Trace]:
     """Put rows into columns, `size` of them at a time."""
     builder, before, count = Builder(rows.format.name), 0, 0
-    notes = (rows.format.note,) if rows.format.note else ()
     for row in rows.one_by_one():
         try:
             builder.add(row)
@@ -186,116 +239,26 @@ def parts(rows: Rows, size: int = PART, progress: Progress = lambda requests: No
         if count == size:
             before, count = before + count, 0
             progress(before)
-            yield builder.build(notes=notes)
-    if count or rows.broken or rows.skipped or not before:
+            builder.format = rows.format_name
+            yield builder.build(notes=rows.notes)
+    if count or rows.broken or rows.skipped or rows.unrecognised or not before:
         progress(before + count)
-        yield builder.build(broken=rows.broken, skipped=rows.skipped, faults=tuple(rows.faults), notes=notes)
+        builder.format = rows.format_name
+        yield builder.build(
+            broken=rows.broken,
+            skipped=rows.skipped,
+            faults=tuple(rows.faults),
+            unrecognised=tuple(rows.unrecognised),
+            notes=rows.notes,
+        )
 
 
-def files_of(path: Path) -> list[Path]:
-    """List the files of a trace: `path` itself, or all of a folder, of rotated logs the oldest first.
-
-    Of a folder without files all `.jsonl` files below it, as Claude Code keeps its sessions; subagents have folders
-    beside their session. Of the artifacts of aiperf its requests. Raises TraceError.
-    """
-    if not path.is_dir():
-        return [path]
-    if (requests := path / AIPERF_REQUESTS).is_file():
-        return [requests]
-    found = [file for file in path.iterdir() if file.is_file() and file.name != SESSIONS_INDEX]
-    found += path.glob("*/subagents/*.jsonl") if found else path.rglob("*.jsonl")
-    found = [file for file in found if not file.name.startswith(".")]
-    if not found:
-        raise TraceError(f"cannot read {path}: the folder has no file")
-    return sorted(found, key=_rotation)
-
-
-def _rotation(file: Path) -> tuple[str, int]:
-    """Name and number, as of access.jsonl.2, so that higher numbers come first and the file that is written last."""
-    name, number = re.fullmatch(r"(.*?)(?:\.(\d+))?(?:\.gz)?", file.name, re.DOTALL).groups()  # type: ignore[union-attr]
-    return name, -int(number or 0)
-
-
-@contextmanager
-def text_of(path: Path, digest: Digest | None = None) -> Iterator[io.TextIOWrapper]:
-    """Open a file as text, unpacked if it is compressed with gzip; all of its bytes go into `digest`.
-
-    Raises TraceError, also for what fails while reading.
-    """
-    try:
-        with path.open("rb", buffering=0) as raw:
-            source = raw if digest is None else Hashed(raw, digest)
-            buffered = io.BufferedReader(source, BUFFER)
-            packed = buffered.peek(2)[:2] == GZIP
-            unpacked = gzip.GzipFile(fileobj=buffered) if packed else buffered
-            with io.TextIOWrapper(unpacked, encoding="utf-8-sig", errors="replace") as file:
-                yield file
-                if digest is not None:  # a format may end before its file
-                    while buffered.read(BUFFER):
-                        pass
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise TraceError(f"cannot read {path}: {error}") from None
-    except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror}") from None
-
-
-class Digest:
-    """SHA-256 that a thread of its own computes, beside whoever parses the same bytes."""
-
-    def __init__(self) -> None:
-        self._sha256, self._thread = hashlib.sha256(), ThreadPoolExecutor(1, "sha256")
-        self._pieces: deque[Future[None]] = deque()  # that wait, a few
-
-    def update(self, data: memoryview) -> None:
-        """Add bytes, which may change afterwards."""
-        self._pieces.append(self._thread.submit(self._sha256.update, bytes(data)))
-        if len(self._pieces) > AHEAD:
-            self._pieces.popleft().result()
-
-    def hexdigest(self) -> str:
-        """Return the digest of all bytes so far."""
-        return self._thread.submit(self._sha256.hexdigest).result()
-
-
-class Hashed(io.RawIOBase):
-    """A file whose bytes are hashed as they are read, each once, though it may be read from its beginning again."""
-
-    def __init__(self, raw: io.RawIOBase, digest: Digest) -> None:
-        self._raw, self._digest, self._at, self._hashed = raw, digest, 0, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = self._raw.seek(offset, whence)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._raw.readinto(buffer) or 0
-        new = max(0, self._hashed - self._at)
-        if new < count:
-            self._digest.update(memoryview(buffer)[new:count])
-            self._hashed = self._at + count
-        self._at += count
-        return count
-
-
-def format_of(file: IO[str], path: Path, name: str | None, fallback: str | None = None) -> Format:
-    """Return the format of that name, or that the beginning of a file tells. Raises TraceError."""
-    if name is not None:
-        if name not in FORMATS:
-            raise TraceError(f"{name!r} is no trace format; there are {', '.join(FORMATS)}")
-        return FORMATS[name]
+def format_of(file: IO[str]) -> Format | None:
+    """Return the format that the beginning of a file tells, which is then read again; None if it is not known."""
     head = file.read(HEAD)
     file.seek(0)
     for text in (*head.splitlines(), head):  # at last all of it: JSON may be written over many lines
         for format in FORMATS.values():
             if format.recognises(text):
                 return format
-    if fallback is not None:
-        return FORMATS[fallback]
-    what = "is of no format that is recognised" if head.strip() else "is empty"
-    raise TraceError(f"{path} {what}; name its format: {', '.join(FORMATS)}")
+    return None

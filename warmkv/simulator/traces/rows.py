@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,12 +17,14 @@ from warmkv.simulator.traces.columns import Row, RowError
 if TYPE_CHECKING:
     from warmkv.simulator.traces.calls import Call
 
-# From an item of a file to its requests; None for one that is left out on purpose. Raises RowError.
-Parse = Callable[[str], "Iterable[Row | RequestRecord | Call | None]"]
+# From an item of a file to its requests; None for one that is left out on purpose, an error for one of several that is
+# broken. Raises RowError.
+Parse = Callable[[str], "Iterable[Row | RequestRecord | Call | RowError | None]"]
 Items = Iterator[tuple[int, str]]  # line number, text
 READ = 1 << 20  # characters read at a time
 LONGEST = 1 << 28  # characters of a row, as it is held in memory
-_SEPARATORS = re.compile(r"[ \t\r\n,]*")
+_SEPARATORS = re.compile(r"[ \t\r\n,\[\]]*")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?')  # also one that is cut off, so that no line is searched twice
 _CELL = re.compile(r'(?:\s*"([^"]*(?:""[^"]*)*)"\s*|([^,"]*))(,|$)')
 
 
@@ -54,31 +57,79 @@ class Format:
 
 def lines(file: IO[str]) -> Items:
     """Yield every line that is not blank. Raises RowError at one that is longer than a row may be."""
-    for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), ""), start=1):
-        if len(line) > LONGEST:
-            raise TooLongError(number)
+    for number, line in _numbered(file):
         if not line.isspace():
             yield number, line
 
 
-def array_or_lines(file: IO[str]) -> Items:
-    """Yield the objects of a JSON array, without holding the file, or lines if it is none.
+def _numbered(file: IO[str]) -> Items:
+    for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), ""), start=1):
+        if len(line) > LONGEST:
+            raise TooLongError(number)
+        yield number, line
 
-    Raises RowError at an item that is longer than a row may be.
+
+def objects(file: IO[str]) -> Items:
+    """Yield JSON objects: on a line each, over many lines as `jq` writes them, or of an array; the file is not held.
+
+    Raises RowError at an object that is longer than a row may be.
     """
-    head = file.read(READ)
-    if not head.lstrip().startswith("["):
-        file.seek(0)
-        yield from lines(file)
-        return
-    decoder, line = json.JSONDecoder(), 1
-    at = head.index("[") + 1
-    line, text = line + head.count("\n", 0, at), head
+    first = file.read(READ).lstrip()[:1]
+    file.seek(0)
+    return _array(file) if first == "[" else _lines_or_spread(file)
+
+
+def _lines_or_spread(file: IO[str]) -> Items:
+    """Yield lines, or all lines of an object together that begins on one and ends on another.
+
+    An object that does not end, as where a line was cut off, is yielded line by line. One that begins a line without
+    indentation is in another only behind a comma or the beginning of an array.
+    """
+    held, start, depth, last = io.StringIO(), 0, 0, ""
+    for number, line in _numbered(file):
+        if depth and line.startswith("{") and not last.endswith((",", "[")):
+            yield from _again(held, start)
+            depth = 0
+        if depth:
+            held.write(line)
+            depth += _depth(line)
+            last = line.rstrip() or last
+            if held.tell() > LONGEST:
+                raise TooLongError(start)
+            if depth <= 0:
+                yield start, held.getvalue()
+                depth = 0
+        elif line.endswith(("}\n", "}")) or not line.lstrip().startswith("{"):
+            if not line.isspace():
+                yield number, line
+        elif (depth := _depth(line)) > 0:
+            held, start, last = io.StringIO(), number, line.rstrip()
+            held.write(line)
+        else:
+            yield number, line
+            depth = 0
+    if depth:
+        yield from _again(held, start)
+
+
+def _again(held: IO[str], start: int) -> Items:
+    """Yield lines that were held, numbered from `start` on."""
+    held.seek(0)
+    return ((number, line) for number, line in enumerate(held, start) if not line.isspace())
+
+
+def _depth(line: str) -> int:
+    """Return how many objects and arrays begin on a line without ending on it, less those that end alone."""
+    bare = _STRING.sub("", line)
+    return bare.count("{") + bare.count("[") - bare.count("}") - bare.count("]")
+
+
+def _array(file: IO[str]) -> Items:
+    """Yield the objects of arrays that follow each other."""
+    decoder, line, text, at = json.JSONDecoder(), 1, "", 0
     while True:
         start = _SEPARATORS.match(text, at).end()  # type: ignore[union-attr]
         line, at = line + text.count("\n", at, start), start
-        if text.startswith("]", at):
-            return
         try:
             _, end = decoder.raw_decode(text, at)
         except (json.JSONDecodeError, RecursionError):
@@ -97,26 +148,29 @@ def array_or_lines(file: IO[str]) -> Items:
 
 
 def json_or_csv(file: IO[str]) -> Items:
-    """Yield the objects of a JSON array, JSON lines, or the records of a CSV file, whose cells may have line breaks.
+    """Yield JSON objects as `objects` does, or the records of a CSV file, whose cells may have line breaks.
 
     Raises RowError at an item that is longer than a row may be.
     """
     first = file.read(READ).lstrip()[:1]
     file.seek(0)
-    if first in ("[", "{"):
-        yield from array_or_lines(file)
-        return
-    record, start = "", 1
-    for number, line in enumerate(iter(partial(file.readline, LONGEST + 1), ""), start=1):
-        record = record + line if record else line
-        if len(record) > LONGEST:
+    return objects(file) if first in ("[", "{") else _csv_records(file)
+
+
+def _csv_records(file: IO[str]) -> Items:
+    held, start, size, quotes = list[str](), 1, 0, 0
+    for number, line in _numbered(file):
+        held.append(line)
+        size, quotes = size + len(line), quotes + line.count('"')
+        if size > LONGEST:
             raise TooLongError(start)
-        if record.count('"') % 2 == 0:
+        if quotes % 2 == 0:
+            record = "".join(held)
             if not record.isspace():
                 yield start, record
-            record, start = "", number + 1
-    if record:
-        yield start, record
+            held, start, size, quotes = [], number + 1, 0, 0
+    if held:
+        yield start, "".join(held)
 
 
 def mapping(text: str) -> Mapping[str, Any]:
@@ -130,15 +184,20 @@ def mapping(text: str) -> Mapping[str, Any]:
 
 
 def has_keys(line: str, keys: Collection[str]) -> bool:
-    """Return True if a line looks like a JSON object with these keys. It may be cut off: lines can be very long."""
-    return line.lstrip().startswith("{") and all(f'"{key}"' in line for key in keys)
+    """Return True if a text looks like an object with these keys, or an array of them; long ones may be cut off."""
+    return line.lstrip("[ \t\r\n").startswith("{") and all(f'"{key}"' in line for key in keys)
 
 
 def has_columns(text: str, names: Collection[str]) -> bool:
     """Return True if a text looks like an array or a line of JSON objects, or like CSV, with these keys or columns."""
     if text.lstrip("[ \t\r\n").startswith("{"):
         return all(f'"{name}"' in text for name in names)
-    return set(names) <= set(cells(text.partition("\n")[0]) or ())
+    return has_header(text.partition("\n")[0], names)
+
+
+def has_header(line: str, names: Collection[str]) -> bool:
+    """Return True if a line looks like the header of a CSV file with these columns."""
+    return all(name in line for name in names) and set(names) <= set(cells(line) or ())
 
 
 def document(value: Any) -> Any:
@@ -166,12 +225,21 @@ def cells(record: str) -> list[str] | None:
 
 
 def table(row_of: Callable[[Mapping[str, Any]], Iterable[Any]], required: Collection[str]) -> Parse:
-    """Make a parser of JSON objects, or of the records of a CSV file, of which the first is the header."""
+    """Make a parser of JSON objects, also in pages of an API, or of the records of a CSV file after its header."""
     header: list[str] = []
+
+    def row_of_page(item: Any) -> Iterable[Any]:
+        if not isinstance(item, dict):
+            raise RowError("not a JSON object")
+        return row_of(item)
 
     def parse(text: str) -> Iterable[Any]:
         if not header and text.lstrip().startswith("{"):
-            return row_of(mapping(text))
+            row = mapping(text)
+            page = row.get("data")
+            if isinstance(page, list) and not any(name in row for name in required):
+                return each(page, row_of_page)
+            return row_of(row)
         found = cells(text)
         if found is None:
             raise RowError("a cell's quotes do not match")
@@ -185,6 +253,15 @@ def table(row_of: Callable[[Mapping[str, Any]], Iterable[Any]], required: Collec
         return row_of({name: cell for name, cell in zip(header, found, strict=True) if cell != ""})
 
     return parse
+
+
+def each(items: Iterable[Any], read: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Yield what is read of items that stand together, or the error of one that is broken, which costs no other."""
+    for item in items:
+        try:
+            yield from read(item)
+        except RowError as error:
+            yield error
 
 
 def whole(row: Mapping[str, Any], name: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from warmkv.simulator.traces.columns import Row, RowError
-from warmkv.simulator.traces.rows import Format, Parse, Reading, array_or_lines, listed, mapping
+from warmkv.simulator.traces.rows import Format, Parse, Reading, listed, mapping, objects
 
 BLOCK = 16  # tokens, if the caller does not say
 CHARACTERS_PER_TOKEN = 4.0  # likewise
@@ -68,6 +68,6 @@ SHAREGPT = Format(
     "sharegpt",
     lambda line: '"conversations"' in line,
     parser,
-    array_or_lines,
+    objects,
     "no times: all requests arrive at 0; tokens are counted by characters",
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from warmkv.simulator.traces.columns import Row, RowError
-from warmkv.simulator.traces.rows import Format, Parse, Reading, has_keys, lines, listed, mapping, number, whole
+from warmkv.simulator.traces.rows import Format, Parse, Reading, has_keys, listed, mapping, number, objects, whole
 
 KEYS = ("model_id", "num_prompts", "request_rate")
 COLUMNS = ("start_times", "input_lens", "output_lens")
@@ -46,6 +46,5 @@ def _row(values: Mapping[str, Any], failed: Any) -> Row | None:
     return Row(number(values, "start_times"), whole(values, "input_lens"), whole(values, "output_lens"))
 
 
-VLLM_BENCH = Format(
-    "vllm-bench", lambda line: has_keys(line, KEYS), parser, lines, "vllm bench keeps no prompts, so they share nothing"
-)
+NOTE = "vllm bench keeps no prompts, so they share nothing"
+VLLM_BENCH = Format("vllm-bench", lambda line: has_keys(line, KEYS), parser, objects, NOTE)

@@ -7,7 +7,9 @@ no place in its columns: what a cache of full blocks would find is all that they
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from warmkv.prefixes.record import RequestRecord
@@ -15,11 +17,13 @@ from warmkv.prefixes.record_builder import chunks_of
 from warmkv.prefixes.record_chunk import Chunk, UnusualError
 from warmkv.prefixes.record_text import chunk_of_text
 from warmkv.simulator.traces.columns import Builder, Row, Trace
-from warmkv.simulator.traces.rows import LONGEST, Format, TooLongError, has_keys, lines
+from warmkv.simulator.traces.rows import LONGEST, Format, Items, TooLongError, has_keys, objects
 
 KEYS = ("v", "arrival", "tenant", "block_size")
 BLOCK = 1 << 20  # bytes that are read at a time
 MANY = 1024  # lines that are parsed at a time: what they become fits into a core's cache
+
+_SPREAD = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[|\{\s*\n\s*\")")
 
 
 class LogLines(NamedTuple):
@@ -40,6 +44,9 @@ def read(file: io.TextIOWrapper, refuse: Callable[[int, str], None]) -> Iterator
 
     Raises TooLongError at a line that is longer than a row may be.
     """
+    if _is_spread(file.buffer):
+        yield from _read_items(objects(file), refuse)
+        return
     number, encoding = 1, file.encoding
     for block in _blocks(file.buffer):
         try:
@@ -56,20 +63,29 @@ def read(file: io.TextIOWrapper, refuse: Callable[[int, str], None]) -> Iterator
         encoding = "utf-8"  # a byte order mark stands at the beginning
 
 
+def _is_spread(file: Any) -> bool:
+    """Return True if a binary file begins with a record over many lines, or an array."""
+    return _SPREAD.match(file.peek(BLOCK)) is not None
+
+
 def _read_lines(lines: Sequence[str], first: int, refuse: Callable[[int, str], None]) -> Iterator[LogLines]:
     """Read lines that are numbered from `first` on. Raises TooLongError."""
     length = next((at for at, line in enumerate(lines) if len(line) > LONGEST), len(lines))
-    numbers = [first + at for at, line in enumerate(lines[:length]) if not line.isspace()]
-    for begin in range(0, len(numbers), MANY):
-        batch = numbers[begin : begin + MANY]
-
-        def refused(at: int, reason: str, batch: Sequence[int] = batch) -> None:
-            refuse(batch[at], reason)
-
-        for at, chunk in chunks_of([lines[number - first] for number in batch], refused):
-            yield LogLines(chunk, batch[at : at + len(chunk)])
+    numbered = ((first + at, lines[at]) for at in range(length) if not lines[at].isspace())
+    yield from _read_items(numbered, refuse)
     if length < len(lines):
         raise TooLongError(first + length)
+
+
+def _read_items(items: Items, refuse: Callable[[int, str], None]) -> Iterator[LogLines]:
+    """Read records with the number of their first line."""
+    while batch := list(islice(items, MANY)):
+
+        def refused(at: int, reason: str, batch: Sequence[tuple[int, str]] = batch) -> None:
+            refuse(batch[at][0], reason)
+
+        for at, chunk in chunks_of([text for _, text in batch], refused):
+            yield LogLines(chunk, [number for number, _ in batch[at : at + len(chunk)]])
 
 
 def _blocks(file: Any) -> Iterator[bytes]:
@@ -132,4 +148,4 @@ def rows_of(chunk: Chunk) -> Iterator[Row | None]:
         at += count
 
 
-WARMKV = Format("warmkv", lambda line: has_keys(line, KEYS), None, lines, records=True)
+WARMKV = Format("warmkv", lambda line: has_keys(line, KEYS), None, objects, records=True)

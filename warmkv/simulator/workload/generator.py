@@ -19,6 +19,7 @@ from warmkv.prefixes.breakpoints import BreakpointError, breakpoints, check_mark
 from warmkv.prefixes.hashing import block_hashes, chain_root, prefix_key
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
 from warmkv.simulator.workload.sessions import Workload, WorkloadError
+from warmkv.terminal import text_output
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -101,9 +102,9 @@ def mix(parts: Mapping[str, Workload], seed: np.random.SeedSequence, config: Con
 
 
 def write(records: Iterable[RequestRecord], path: Path) -> int:
-    """Write an access log; the number of its lines. Raises OSError."""
+    """Write an access log, to standard output for `-`; return the number of its lines. Raises OSError."""
     count = 0
-    with path.open("w", encoding="utf-8") as out:
+    with text_output(path) as out:
         for record in records:
             out.write(record.to_json() + "\n")
             count += 1

@@ -11,11 +11,10 @@ from typing import Any
 from warmkv.config import Config
 from warmkv.simulator import traces
 from warmkv.simulator.gc_pause import gc_paused
-from warmkv.simulator.traces.reader import Rows, columns, files_of
+from warmkv.simulator.traces.files import files_of
+from warmkv.simulator.traces.reader import Rows, columns
 from warmkv.simulator.workload import access_log
 from warmkv.simulator.workload.requests import Requests, of_trace
-
-OWN_FORMAT = "warmkv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +45,37 @@ class LoadedTrace:
     broken: int = 0
     skipped: int = 0
     faults: tuple[str, ...] = ()
+    unrecognised: tuple[str, ...] = ()  # files of a folder that are of no known format
     notes: tuple[str, ...] = ()
 
 
 def read(source: Source, base: Config, progress: Callable[[int], None] = lambda rows: None) -> LoadedTrace:
     """Read the requests of a trace; those that name no policy or model take the base configuration's.
 
-    A file that is not recognised is read as an access log, whose parser says why it is none. Raises TraceError.
+    Raises TraceError.
     """
     reading = traces.Reading(source.block_size, source.characters_per_token)
     with gc_paused():
-        rows = Rows(source.path, source.format, reading=reading, strict=source.strict, fallback=OWN_FORMAT)
-        notes: tuple[str, ...] = (rows.format.note,) if rows.format.note else ()
+        rows = Rows(source.path, source.format, reading=reading, strict=source.strict)
+        more: tuple[str, ...] = ()
         if rows.format.records:
             requests = Requests(access_log.records(rows))
         else:
             trace = columns(rows, progress)
             requests = of_trace(trace, base, scope=source.scope, open_loop=source.open_loop)
-            notes = trace.notes
             if not trace.block_size:
-                notes = (*notes, "the trace has no blocks, so no prefix will be found")
-    faults = tuple(rows.faults)
-    return LoadedTrace(source, rows.format.name, rows.sha256, requests, rows.broken, rows.skipped, faults, notes)
+                more = ("the trace has no blocks, so no prefix will be found",)
+    return LoadedTrace(
+        source=source,
+        format=rows.format_name,
+        sha256=rows.sha256,
+        requests=requests,
+        broken=rows.broken,
+        skipped=rows.skipped,
+        faults=tuple(rows.faults),
+        unrecognised=tuple(rows.unrecognised),
+        notes=(*rows.notes, *more),
+    )
 
 
 def file_digest(path: Path) -> str:

@@ -12,6 +12,7 @@ import pytest
 from ray.serve.config import HTTPOptions
 from starlette.responses import PlainTextResponse
 
+from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Gateway, until
 from warmkv.platform.gateway.http_server import HttpServer, Paths, own_address
 from warmkv.platform.local import free_port
@@ -39,6 +40,11 @@ class App:
 
 def server(app: Any, port: int, *, shared: bool = False) -> HttpServer:
     return HttpServer(Paths(app, "ours"), "ours", HTTPOptions(host=HOST, port=port), shared=shared)
+
+
+async def close(own: HttpServer) -> None:
+    """Close a server that has all the time that its answers take."""
+    await own.close(PATIENCE, lambda: pytest.fail("nothing is to be given up"))
 
 
 async def ask(port: int, *paths: str) -> list[tuple[int, str]]:
@@ -76,7 +82,7 @@ def test_paths_are_those_of_serves_proxy():
             (404, "Path '/v1' not found. See /-/routes."),
             (200, "success"),
         ]
-        await own.close()
+        await close(own)
 
     scenario(run)
 
@@ -89,7 +95,7 @@ def test_the_gateways_application_is_served_below_its_prefix(tmp_path):
         (health, models) = await ask(port, "/b/healthz", "/b/v1/models")
         assert (health[0], models[0]) == (200, 401)  # the one is public
         assert json.loads(models[1])["error"]["type"] == "authentication_error"
-        await own.close()
+        await close(own)
 
     scenario(run)
 
@@ -121,7 +127,7 @@ def test_a_client_that_leaves_cancels_its_request(pieces):
         app.gate.set()
         assert await ask(port, "/", "/") == [(200, "app / below ")] * 2
         assert app.left == 1
-        await own.close()
+        await close(own)
 
     scenario(run)
 
@@ -143,7 +149,7 @@ def test_a_request_whose_answer_is_whole_is_not_cancelled():
         await own.follow({"ours": "/"})
         assert await ask(port, "/") == [(200, "whole")]
         await until(lambda: ended)
-        await own.close()
+        await close(own)
 
     scenario(run)
 
@@ -156,12 +162,12 @@ def test_gateways_of_a_node_share_the_port():
             await own.follow({"ours": "/"})
         while not all(app.asked for app in apps):
             await ask(port, "/")
-        await servers[0].close()
+        await close(servers[0])
         before = apps[0].asked
         for _ in range(9):
             assert await ask(port, "/") == [(200, "b / below ")]
         assert apps[0].asked == before
-        await servers[1].close()
+        await close(servers[1])
 
     scenario(run)
 
@@ -176,7 +182,7 @@ def test_closing_ends_what_has_begun_and_takes_no_more():
         asking = asyncio.ensure_future(ask(port, "/slow"))
         await until(lambda: app.asked)
         idle, _ = await asyncio.open_connection(HOST, port)
-        closing = asyncio.ensure_future(own.close())
+        closing = asyncio.ensure_future(close(own))
         assert await idle.read() == b""  # a connection that waits for a request is closed
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(HOST, port)
@@ -189,6 +195,26 @@ def test_closing_ends_what_has_begun_and_takes_no_more():
     scenario(run)
 
 
+def test_what_takes_longer_than_it_may_is_given_up_and_still_answered():
+    async def run(port: int) -> None:
+        app, told = App(), []
+
+        def give_up() -> None:
+            told.append(app.asked)
+            app.gate.set()
+
+        own = server(app, port)
+        await own.follow({"ours": "/"})
+        app.gate.clear()
+        asking = asyncio.ensure_future(ask(port, "/slow"))
+        await until(lambda: app.asked)
+        await own.close(0.01, give_up)
+        assert told == [1]
+        assert await asking == [(200, "app /slow below ")]
+
+    scenario(run)
+
+
 def test_beside_a_proxy_it_listens_while_no_other_application_is_there():
     async def run(port: int) -> None:
         own = server(App(), port, shared=True)
@@ -197,7 +223,7 @@ def test_beside_a_proxy_it_listens_while_no_other_application_is_there():
             await own.follow(routes)
             own.check()
             await until(lambda listens=listens: is_open(port) == listens)
-        await own.close()
+        await close(own)
         assert not is_open(port)
 
     scenario(run)
@@ -220,7 +246,7 @@ def test_an_address_that_is_taken_is_the_proxys_or_an_error():
             shared = server(App(), port, shared=True)
             await shared.follow({"ours": "/"})
             shared.check()
-            await shared.close()
+            await close(shared)
 
     scenario(run)
 

@@ -172,6 +172,55 @@ def test_where_all_are_full_requests_wait_in_line_and_the_line_has_an_end():
     play(scenario, *flags)
 
 
+def test_what_goes_on_when_a_gateway_must_stop_ends_with_an_error_that_nobody_retries():
+    """One is in a replica, one in line, and one comes later: as from a replica that has just failed."""
+
+    async def scenario(cluster: Cluster) -> None:
+        await settle(cluster)
+        boxes = [cluster.sender.send(attempt(str(number))) for number in range(2)]
+        await settle(cluster)
+        cluster.replies.stop()
+        for box in (*boxes, cluster.sender.send(attempt("later"))):
+            while box._events:
+                await box.__anext__()
+            with pytest.raises(ApiError, match="being stopped") as ended:
+                await box.__anext__()
+            assert (ended.value.type, ended.value.status) == ("overloaded_error", 529)
+            await box.aclose()
+        await settle(cluster)
+        assert loads(cluster) == {"0": 0}
+
+    play(scenario, "engine.max_slots=1", "engine.max_queue=1", replicas=1)
+
+
+def test_who_waits_in_line_is_routed_once_when_a_replica_has_room_for_it():
+    """Its free replica has failed it, or its circuit is open: events of others must not make it decide again."""
+    flags = ("engine.max_slots=1", "engine.max_queue=1")
+
+    async def scenario(cluster: Cluster) -> None:
+        await settle(cluster)
+        full = [cluster.sender.send(attempt(str(number), replica="0")) for number in range(2)]
+        await settle(cluster)
+        assert loads(cluster) == {"0": 2, "1": 0}
+        failed = Attempt(make_request(prompt(4), name="failed"), replica="1")
+        waiting = cluster.sender.send(Attempt(make_request(prompt(4), name="again"), (failed,)))
+        for _ in range(5):
+            cluster.sender.follow({"0": "", "1": ""})
+        assert waiting in cluster.sender._line
+        before = cluster.router._dispatcher._turn
+        assert before == 2  # the first two
+        cluster.replicas[0].step(9)
+        await settle(cluster)
+        await full[0].aclose()  # it has ended
+        await settle(cluster)
+        assert waiting not in cluster.sender._line
+        assert cluster.router._dispatcher._turn == before + 1
+        for box in (*full, waiting):
+            await box.aclose()
+
+    play(scenario, *flags)
+
+
 def test_a_request_waits_for_a_replica_that_runs_and_is_connected():
     async def scenario(cluster: Cluster) -> None:
         cluster.sender.follow({})

@@ -14,7 +14,7 @@ from warmkv.config import Config, load
 from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, proposals
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, named_no_policy, replays
 from warmkv.platform.whatif.warm_start import Start
-from warmkv.prefixes.record import RequestRecord
+from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.studies.replays.whatif import Prediction, measure, ranked, warm_up
 
 ALWAYS_FULL = [Default(0.0, "full")]
@@ -62,6 +62,17 @@ def test_the_ttl_that_is_known_to_be_best_is_first_and_comes_true():
         assert figure(results, "ttl-double", name) == pytest.approx(live[name], rel=0.1)
     _, outcome = run(prompts(), after)
     assert figure(results, "ttl-double", "resident_bytes_end") == pytest.approx(outcome.stored.value, rel=0.1)
+
+
+def test_requests_whose_ttl_is_no_more_are_left_out():
+    before = settings("prefix_cache.ttls={5m: 300, 1h: 3600}")
+    log = logged(prompts(), before)
+    old = [replace(one, marks=(Mark(one.block_size, "1h", one.hashes[0]),)) for one in log[:40]]
+    now = settings("prefix_cache.ttls={5m: 300}")
+    basis, results = replayed([*old, *log[40:]], now, [])
+    assert basis.requests == len(log) - 40
+    assert basis.notes == ("40 requests name TTLs that are no more, and are left out",)
+    assert figure(results, NOW, "hit_rate") >= 0
 
 
 def test_the_budget_that_is_known_to_be_best_is_first_where_quality_was_measured(tmp_path):

@@ -32,6 +32,12 @@ def folder(tmp_path):
     return folder
 
 
+def test_only_its_owner_can_read_what_tenants_sent(folder):
+    folder.write(packed(), HEADER)
+    for path in (folder.path, *folder.path.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
 def test_a_block_comes_back_bit_by_bit(folder):
     folder.write(packed(), HEADER)
     found, header = folder.read(KEY)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.simulator.conversations import record, run
 from warmkv.config import load
-from warmkv.simulator.cluster import memory
+from warmkv.policies.memory_plan import MemoryPlanError
 from warmkv.simulator.cluster.memory import resolved
 
 LLAMA_8B = {
@@ -51,8 +51,12 @@ def test_a_model_has_what_its_gpu_has_room_for(model):
     assert sizes(model, "simulator.gpu=H100-SXM", "cluster.gpus_per_replica=0.5")[0] < kv / 2
 
 
-def test_a_model_that_does_not_fit_its_gpu_runs_with_the_constants(model):
-    assert sizes(model, "simulator.gpu=L4", "cluster.gpus_per_replica=0.5") == (memory.KV_BYTES, memory.STORED_BYTES)
+def test_a_model_that_does_not_fit_its_gpu_is_refused_but_with_explicit_sizes(model):
+    half = (model, "simulator.gpu=L4", "cluster.gpus_per_replica=0.5")
+    with pytest.raises(MemoryPlanError, match="does not fit"):
+        sizes(*half)
+    given = ("engine.kv_bytes=1GiB", "prefix_cache.memory_bytes=1GiB", "engine.step_tokens=512")
+    assert sizes(*half, *given) == (1 << 30, 1 << 30)
 
 
 def test_a_simulation_resolves_its_settings_itself():

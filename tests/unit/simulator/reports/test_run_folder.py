@@ -39,7 +39,7 @@ def done():
 @pytest.fixture(scope="module")
 def folder(done, tmp_path_factory):
     path = tmp_path_factory.mktemp("written") / "run"
-    run_folder.write(path, done, meta(SETTINGS), SETTINGS.prices)
+    run_folder.write(path, done, meta(SETTINGS), SETTINGS.prices_of)
     return path
 
 
@@ -112,7 +112,7 @@ def test_the_report_shows_replicas_only_where_they_change(done, tmp_path):
     failing = config("cluster.replicas=2", "simulator.failures=[{at: 18.1}]")
     for number, (finished, shown) in enumerate(((done, False), (run(records(), failing, Variant(), EXACT), True))):
         folder = tmp_path / str(number)
-        run_folder.write(folder, finished, meta(SETTINGS), SETTINGS.prices)
+        run_folder.write(folder, finished, meta(SETTINGS), SETTINGS.prices_of)
         page = (folder / "report.html").read_text()
         assert ("replicas on average, at most" in page) == shown
         assert ("sent again before" in page) == (finished.result.retries + finished.result.resumptions > 0)
@@ -161,7 +161,7 @@ def test_the_report_is_one_page_with_the_figures(folder, done):
 
 def test_the_same_run_writes_the_same_files(folder, tmp_path):
     other = run(records(), SETTINGS, Variant(), EXACT)
-    run_folder.write(tmp_path / "other", other, meta(SETTINGS), SETTINGS.prices)
+    run_folder.write(tmp_path / "other", other, meta(SETTINGS), SETTINGS.prices_of)
     for name in ("meta.json", "summary.json", "report.html", "requests.parquet", "timeseries.parquet"):
         assert (folder / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
@@ -169,7 +169,7 @@ def test_the_same_run_writes_the_same_files(folder, tmp_path):
 def test_an_empty_run_is_written_too(tmp_path):
     settings = load(environ={})
     empty = run([], settings, Variant(), EXACT)
-    run_folder.write(tmp_path, empty, meta(settings), settings.prices)
+    run_folder.write(tmp_path, empty, meta(settings), settings.prices_of)
     assert json.loads((tmp_path / "summary.json").read_text())["requests"] == 0
     assert np.all(np.array(pq.read_table(tmp_path / "timeseries.parquet")["arrived"]) == 0)
 
@@ -177,5 +177,5 @@ def test_an_empty_run_is_written_too(tmp_path):
 def test_nothing_is_overwritten(folder, done):
     before = (folder / "summary.json").read_bytes()
     with pytest.raises(run_folder.RunFolderError, match="not empty; choose another --out"):
-        run_folder.write(folder, done, meta(SETTINGS), SETTINGS.prices)
+        run_folder.write(folder, done, meta(SETTINGS), SETTINGS.prices_of)
     assert (folder / "summary.json").read_bytes() == before

@@ -49,7 +49,8 @@ class OperatorAction:
 class Audit:
     """ASGI middleware: writes down every request that would change something for operators.
 
-    What it asks for is told by `about`, its refusal by `refused`. `keep` takes the lines beside the service's log.
+    What it asks for is told by `about`, what became of it by `came_of`. `keep` takes the lines beside the service's
+    log.
     """
 
     def __init__(

@@ -102,6 +102,11 @@ def overloaded(queue: str, retry_after: float | None = None) -> ApiError:
     return ApiError("overloaded_error", message, reason=queue, retry_after=retry_after)
 
 
+def stopping() -> ApiError:
+    """Return the end of an answer that goes on when its gateway must stop."""
+    return ApiError("overloaded_error", "The server is being stopped. Try again in a moment.", reason="stopping")
+
+
 @contextmanager
 def refusals(kinds: Mapping[type[Exception], ErrorType]) -> Iterator[None]:
     """Raise what is raised within as an ApiError of its kind, where `kinds` names one."""

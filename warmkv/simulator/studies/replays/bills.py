@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from warmkv.config import Config, Prices
 from warmkv.policies.prefix_cache import Lifetimes
+from warmkv.policies.pricing import price
 from warmkv.prefixes import breakpoints
 from warmkv.prefixes.usage import Usage
 from warmkv.simulator.cluster.jobs import Ints, Jobs
@@ -21,8 +24,46 @@ def billed(job: Job, lifetimes: Lifetimes) -> Usage:
     return Usage(usage.input, usage.read, usage.written, job.output)
 
 
-def by_tenant(jobs: Jobs, served: Ints, lifetimes: Lifetimes) -> Mapping[str, Usage]:
-    """Sum the usages of served jobs by tenant, in the order of their names: those that `billed` gives, at once."""
+@dataclass(frozen=True, slots=True)
+class Bills:
+    """Hold usages, as billed, and dollars: of all requests, and dollars by tenant."""
+
+    usage: Usage
+    dollars: float
+    uncached: float  # dollars of the same requests at the plain input price
+    by_tenant: Mapping[str, float]
+
+
+def of(jobs: Jobs, served: Ints, lifetimes: Lifetimes, config: Config) -> Bills:
+    """Bill served jobs, each at the prices of the model that its record names."""
+    usages = by_tenant_and_model(jobs, served, lifetimes)
+    prices = {model: config.prices_of(model) for _, model in usages}
+    tenants = dict[str, float]()
+    for (tenant, model), own in usages.items():
+        tenants[tenant] = tenants.get(tenant, 0.0) + price(own, prices[model]).total
+    usage, dollars, uncached = together(usages.values(), lifetimes), 0.0, 0.0
+    for alike, models in _by_prices(prices):
+        own = together([each for (_, model), each in usages.items() if model in models], lifetimes)
+        dollars += price(own, alike).total
+        uncached += price(Usage(input=own.prompt, output=own.output), alike).total
+    return Bills(usage, dollars, uncached, tenants)
+
+
+def _by_prices(prices: Mapping[str, Prices]) -> list[tuple[Prices, list[str]]]:
+    """Return models that have the same prices together."""
+    found: list[tuple[Prices, list[str]]] = []
+    for model, own in prices.items():
+        for alike, models in found:
+            if alike == own:
+                models.append(model)
+                break
+        else:
+            found.append((own, [model]))
+    return found
+
+
+def by_tenant_and_model(jobs: Jobs, served: Ints, lifetimes: Lifetimes) -> Mapping[tuple[str, str], Usage]:
+    """Sum the usages of served jobs by tenant and model, in the order of their names: those that `billed` gives."""
     records = jobs.records
     marked = records.is_named("api", "messages")[served]
     prompt, output = records.input_tokens[served], records.output_tokens[served]
@@ -42,7 +83,8 @@ def by_tenant(jobs: Jobs, served: Ints, lifetimes: Lifetimes) -> Mapping[str, Us
         written[ttl] = np.maximum(0, last - end)
         end = np.maximum(end, last)
 
-    codes, places = np.unique(records.tenant[served], return_inverse=True)
+    pairs = records.tenant[served].astype(np.int64) * len(records.names) + records.model[served]
+    codes, places = np.unique(pairs, return_inverse=True)
 
     def sums(values: np.ndarray) -> list[int]:
         found = np.zeros(len(codes), dtype=np.int64)
@@ -50,10 +92,10 @@ def by_tenant(jobs: Jobs, served: Ints, lifetimes: Lifetimes) -> Mapping[str, Us
         return found.tolist()
 
     columns = (sums(prompt - end), sums(read), sums(output), *(sums(written[ttl]) for ttl in lifetimes.ttls))
-    usages = {
-        records.names[code]: Usage(plain, reads, dict(zip(lifetimes.ttls, writes, strict=True)), drawn)
-        for code, plain, reads, drawn, *writes in zip(codes.tolist(), *columns, strict=True)
-    }
+    names, usages = records.names, dict[tuple[str, str], Usage]()
+    for code, plain, reads, drawn, *writes in zip(codes.tolist(), *columns, strict=True):
+        tenant, model = divmod(code, len(names))
+        usages[names[tenant], names[model]] = Usage(plain, reads, dict(zip(lifetimes.ttls, writes, strict=True)), drawn)
     return dict(sorted(usages.items()))
 
 

@@ -100,6 +100,8 @@ def compare(records: Sequence[RequestRecord], config: Config) -> Comparison:
     findings: Counter[str] = Counter()
     examples: dict[str, list[str]] = {}
     reported, predicted = list[Usage](), list[Usage]()
+    dollars = predicted_dollars = 0.0
+    prices = {model: config.prices_of(model) for model in {record.model for record in reporting}}
     for record in reporting:
         finding, usage = cache.process(record)
         findings[finding] += 1
@@ -108,8 +110,9 @@ def compare(records: Sequence[RequestRecord], config: Config) -> Comparison:
         if finding != "before":
             reported.append(record.usage)
             predicted.append(usage)
+            dollars += price(record.usage, prices[record.model]).total
+            predicted_dollars += price(usage, prices[record.model]).total
     truth, guess = _total(reported), _total(predicted)
-    dollars, predicted_dollars = (price(total, config.prices).total for total in (truth, guess))
     return Comparison(len(reporting), truth, guess, dollars, predicted_dollars, dict(findings), examples)
 
 

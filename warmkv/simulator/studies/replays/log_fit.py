@@ -40,7 +40,7 @@ MOST_MOVES = 80
 COMPARED = ("mean", "p50", "p90")
 """Figures that are fitted. What is beyond is mostly made by what no step tells of: other work of a machine."""
 
-NOTHING = "no record of the log carries timings to fit step times to"
+NOTHING = "no record of the log carries timings of a replica to fit step times to"
 
 
 class LogFitError(UserError):
@@ -48,8 +48,9 @@ class LogFitError(UserError):
 
 
 def measured(records: RecordColumns) -> NDArray[np.bool_]:
-    """Return which records carry timings."""
-    return (records.e2e >= records.ttft) & (records.ttft > records.queue) & (records.queue >= 0)
+    """Return which records carry timings of a replica: those of an API behind a proxy say nothing of any."""
+    timed = (records.e2e >= records.ttft) & (records.ttft > records.queue) & (records.queue >= 0)
+    return timed & ~records.is_named("replica", "")
 
 
 def measured_times(records: RecordColumns) -> Times:

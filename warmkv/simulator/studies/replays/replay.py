@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from warmkv.config import Config, Needs, able, describe, refusal
 from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
-from warmkv.policies.pricing import price
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.record_columns import RecordColumns
@@ -56,6 +55,7 @@ class Result:
     ttl: float | None  # seconds; None as recorded
     requests: int
     refused: int  # too large for any replica, or every queue was full
+    too_large: int  # of these
     failed: int  # with their replica, more often than they are sent again
     retries: int  # of requests whose replica failed before their first token
     resumptions: int  # and after it
@@ -81,6 +81,7 @@ class Result:
     tpot: Percentiles  # of requests with at least two tokens
     e2e: Percentiles
     in_slo: int  # served within simulator.slo
+    keeps_by_lru: bool  # whether prefixes leave by an engine's own rule, whatever their TTLs, which are of bills alone
     replicas: Amount  # that are alive, starting or not
     gpu_hours: float  # of all replicas that are alive, from the first arrival to the last end
     gpu_dollars: float
@@ -281,9 +282,8 @@ def summarise(
 ) -> Run:
     """Return totals and percentiles of a finished simulation: of the jobs from number `since` on."""
     served = jobs.served(since)
-    usages = bills.by_tenant(jobs, served, lifetimes)
-    usage = bills.together(usages.values(), lifetimes)
-    prompt, reused = usage.prompt, int(jobs.column("reused")[served].sum())
+    billed = bills.of(jobs, served, lifetimes, config)
+    prompt, reused = billed.usage.prompt, int(jobs.column("reused")[served].sum())
     blocks = int(jobs.records.hashes.counts[served].sum())
     arrival, first, end = (jobs.column(name)[served] for name in ("arrival", "first", "finished"))
     steps = np.maximum(0, jobs.records.output_tokens[served] - 1)
@@ -298,6 +298,7 @@ def summarise(
         ttl=variant.ttl,
         requests=requests,
         refused=requests - len(served) - failed,
+        too_large=int(jobs.column("too_large", since).sum()),
         failed=failed,
         retries=int(jobs.column("retries", since).sum()),
         resumptions=int(jobs.column("resumptions", since).sum()),
@@ -310,10 +311,10 @@ def summarise(
         reused_tokens=reused,
         token_hit_rate=reused / prompt if prompt else 0.0,
         block_hit_rate=int(jobs.column("blocks_found")[served].sum()) / blocks if blocks else 0.0,
-        usage=usage,
-        dollars=price(usage, config.prices).total,
-        dollars_uncached=price(Usage(input=prompt, output=usage.output), config.prices).total,
-        bills={tenant: price(own, config.prices).total for tenant, own in usages.items()},
+        usage=billed.usage,
+        dollars=billed.dollars,
+        dollars_uncached=billed.uncached,
+        bills=billed.by_tenant,
         slots=Amount.of(outcome.slots, outcome.end),
         stored=Amount.of(outcome.stored, outcome.end),
         tiers={tier: Amount.of(level, outcome.end) for tier, level in outcome.tiers.items()},
@@ -323,6 +324,7 @@ def summarise(
         tpot=percentiles(tpot[decoded]),
         e2e=percentiles(end - arrival),
         in_slo=int(np.count_nonzero((ttft <= slo.ttft) & (tpot <= slo.tpot))),
+        keeps_by_lru=all(group.has_one_pool for group in config.groups().values()),
         replicas=alive,
         gpu_hours=sum(hours.values()),
         gpu_dollars=gpu_dollars(config, hours),

@@ -22,6 +22,7 @@ def figures(result: Result) -> dict[str, float]:
     return {
         "requests": result.requests,
         "refused": result.refused,
+        "refused_too_large": result.too_large,
         "failed": result.failed,
         "retries": result.retries,
         "resumptions": result.resumptions,

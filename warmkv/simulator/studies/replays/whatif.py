@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from warmkv.config import Config
+from warmkv.config import Config, Prices
 from warmkv.policies.contents import Contents
 from warmkv.policies.pricing import price
 from warmkv.prefixes.record import RequestRecord
@@ -123,7 +123,8 @@ def measure(records: Sequence[RequestRecord], config: Config) -> Values:
     spans = np.array([record.e2e - record.ttft for record in records])
     tpot = np.divide(spans, steps, out=np.zeros(len(records)), where=decoded)
     first = percentiles(ttft)
-    dollars = sum(price(_priced(record.usage, config), config.prices).total for record in records)
+    prices = {model: config.prices_of(model) for model in {record.model for record in records}}
+    dollars = sum(_dollars(record.usage, prices[record.model]) for record in records)
     return {
         "hit_rate": sum(record.cached_tokens for record in records) / prompt if prompt else 0.0,
         "ttft_p50": first.p50,
@@ -134,10 +135,10 @@ def measure(records: Sequence[RequestRecord], config: Config) -> Values:
     }
 
 
-def _priced(usage: Usage, config: Config) -> Usage:
-    """Return a usage without writes under TTLs that have no price any more."""
-    written = {ttl: tokens for ttl, tokens in usage.written.items() if ttl in config.prices.write}
-    return Usage(usage.input, usage.read, written, usage.output)
+def _dollars(usage: Usage, prices: Prices) -> float:
+    """Return the price of a usage, without writes under TTLs that have no price any more."""
+    written = {ttl: tokens for ttl, tokens in usage.written.items() if ttl in prices.write}
+    return price(Usage(usage.input, usage.read, written, usage.output), prices).total
 
 
 def differences(figures: Values, base: Values) -> Values:

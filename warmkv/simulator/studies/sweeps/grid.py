@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from warmkv.config import Config, ConfigError
+from warmkv.config import Config, ConfigError, strict_yaml
 from warmkv.faults import UserError
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator.studies import quantities
@@ -149,7 +149,7 @@ def digest(settings: Mapping[str, Any], *more: str) -> str:
 
 def _document(path: Path) -> Any:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = strict_yaml.load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise GridError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -255,6 +255,12 @@ def check_axes(names: Sequence[str], known: Sequence[str]) -> None:
             raise SweepError(f"--front {name}: neither more nor less of it is better")
 
 
+def with_refusals(names: Sequence[str], rows: Sequence[SweepRow]) -> list[str]:
+    """Return the axes of a front, and `refused` where rows differ in it: what is refused costs nothing."""
+    differ = len({row.figures.get("refused") for row in rows}) > 1
+    return [*names, *(["refused"] if differ and "refused" not in names else [])]
+
+
 def with_front(rows: Sequence[SweepRow], names: Sequence[str]) -> list[SweepRow]:
     """Mark the rows on the Pareto front of these figures."""
     on = front([[row.figures.get(name) for name in names] for row in rows], [sense(name) for name in names])

@@ -140,6 +140,26 @@ def best_of(trials: Sequence[Trial], minimize: str) -> Trial | None:
     return min(within, key=lambda one: one[0])[1] if within else None
 
 
+def refusing_no_more(limits: Sequence[TuneConstraint], minimize: str, before: Values) -> list[TuneConstraint]:
+    """Return limits under which no more requests are refused than before, unless refusals are asked about.
+
+    A request that is refused costs nothing and takes no time: settings that refuse most would win.
+    """
+    refused = before.get("refused")
+    if refused is None or "refused" in (minimize, *(limit.name for limit in limits)):
+        return list(limits)
+    return [*limits, TuneConstraint("refused", "<=", refused)]
+
+
+def improves(trial: Trial, before: Values, minimize: str, constraints: Sequence[TuneConstraint]) -> bool:
+    """Return True if a trial within the limits has less of the figure than the present settings, if these are."""
+    now = before.get(minimize)
+    if now is None or not all(limit.met(before) for limit in constraints):
+        return trial.met
+    value = trial.figures.get(minimize)
+    return trial.met and value is not None and value < now
+
+
 def nearest_of(trials: Sequence[Trial]) -> Trial:
     """Return the trial that exceeds its limits least; of at least one."""
     return min(trials, key=lambda trial: trial.excess)

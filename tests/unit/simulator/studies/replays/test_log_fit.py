@@ -10,6 +10,7 @@ from warmkv.config import load
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
 from warmkv.simulator.studies.replays import log_fit
 from warmkv.simulator.studies.replays.replay import recorded_policy, replay
+from warmkv.simulator.studies.replays.step_times import choose_cost
 from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.workload import generator
 from warmkv.simulator.workload.sessions import Workload
@@ -75,6 +76,17 @@ def test_no_scale_is_simulated_twice_and_time_outside_never(monkeypatch):
     log_fit.fit(with_timings(jobs, outside=0.5), settings, recorded_policy())
     assert len(seen) == len(set(seen)) > 10
     assert {outside for _, _, outside in seen} == {0.0}
+
+
+def test_times_of_an_api_behind_a_proxy_are_those_of_no_replica():
+    settings = config()
+    jobs, _ = run([record(10.0 * n, [n] * 30, output=4) for n in range(30)], settings, cost=TRUE)
+    log = with_timings(jobs, outside=0.02)
+    assert choose_cost(log, settings, recorded_policy())[1] == "fitted to 30 measured requests of the log"
+    passed_through = [replace(one, replica="") for one in log]
+    assert choose_cost(passed_through, settings, recorded_policy())[1] == "configuration (simulator.step_*)"
+    with pytest.raises(log_fit.LogFitError, match="timings of a replica"):
+        choose_cost(passed_through, settings, recorded_policy(), "log")
 
 
 def test_a_log_without_timings_is_refused():

@@ -79,7 +79,8 @@ def test_a_model_on_a_gpu_gives_a_roofline(tmp_path):
     assert json.loads(json.dumps(times.figures()))["gpu"]["name"] == "L4"
     assert kv_shape(settings).token_bytes == 2 * 2 * 4 * 16 * 2
 
-    crowded = load(flags=[*flags, "engine.kv_bytes=12GB"], environ={})
+    sizes = ["engine.kv_bytes=12GB", "prefix_cache.memory_bytes=512MiB", "engine.step_tokens=512"]
+    crowded = load(flags=[*flags, *sizes], environ={})
     assert step_times.choose_cost([], crowded, recorded_policy())[1].endswith("take 13 GB, and a replica has 12")
     (result,) = replay([record(0.0, [1] * 20, output=5)], settings, [Variant()], times)
     assert result.ttft.p50 > OVERHEAD_SECONDS

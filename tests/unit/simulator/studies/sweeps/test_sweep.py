@@ -240,6 +240,17 @@ def test_the_front_needs_figures_that_have_a_better_side(trace, tmp_path):
     assert not any(row.front for row in sweep.with_front(unknown, ["dollars", "ttft_p50"]))
 
 
+def test_what_is_refused_is_an_axis_of_the_front_where_points_differ_in_it(trace, tmp_path):
+    rows, _ = run(trace, tmp_path, {"engine.kv_bytes": ["1MiB", "1GiB"]})
+    assert sweep.with_refusals(["dollars", "ttft_p99"], rows) == ["dollars", "ttft_p99", "refused"]
+    assert sweep.with_refusals(["refused", "dollars"], rows) == ["refused", "dollars"]
+    assert sweep.with_refusals(["dollars", "ttft_p99"], rows[:1]) == ["dollars", "ttft_p99"]
+    few, all_served = rows
+    assert few.figures["refused"] == few.figures["refused_too_large"] > 0
+    assert few.figures["dollars"] < all_served.figures["dollars"]
+    assert [row.front for row in sweep.with_front(rows, ["dollars", "refused"])] == [True, True]
+
+
 def test_every_figure_is_a_number_and_knows_its_side(trace, tmp_path):
     (row,), _ = run(trace, tmp_path, {"ttl": ["1h"]})
     found = {name: value for name, value in row.figures.items() if name != "quality"}

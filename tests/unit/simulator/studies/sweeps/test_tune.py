@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -11,7 +12,17 @@ from typer.testing import CliRunner
 
 from warmkv.cli import app
 from warmkv.config import load
-from warmkv.simulator.studies.sweeps.tune import TuneConstraint, TuneError, best_of, constraints_of, nearest_of, search
+from warmkv.simulator.studies.sweeps.tune import (
+    Trial,
+    TuneConstraint,
+    TuneError,
+    best_of,
+    constraints_of,
+    improves,
+    nearest_of,
+    refusing_no_more,
+    search,
+)
 
 KNOWN = ["dollars", "ttft_p99", "quality"]
 
@@ -152,8 +163,44 @@ def test_the_configuration_is_printed_and_can_be_applied(files, tmp_path):
 def test_limits_that_nothing_meets_end_with_1_and_the_nearest(files):
     result = tune(files, "--minimize", "dollars", "--subject-to", "quality>0.9,ttft_p99<100")
     assert result.exit_code == 1
-    assert "none is within the limits (quality>0.9, ttft_p99<100)" in result.stdout
-    assert "unknown" in result.stdout
+    assert "none is within the limits (quality>0.9, ttft_p99<100, refused<=0)" in result.stdout
+    assert "quality>0.9 cannot be checked: no measured results of its policy were given (--quality)" in result.stdout
+    assert "To apply it" not in result.stdout
+
+
+def test_what_refuses_requests_does_not_win_by_it(files):
+    """A slot of 1 MiB holds none of the prompts: nothing is billed."""
+    space = files / "small.yaml"
+    space.write_text("engine.kv_bytes: [1MiB, 1GiB]")
+    options = ["--grid", space, "--out", files / "small", "--minimize", "dollars"]
+    found = call("tune", files / "log.jsonl", "--workers", 1, *options)
+    assert found.exit_code == 0, found.output
+    assert "the present settings are as good" in found.stdout
+    assert "To apply it" not in found.stdout
+    document = json.loads(call("tune", files / "log.jsonl", "--workers", 1, *options, "--json", "-").stdout)
+    least, most = sorted(trial["figures"]["dollars"] for trial in document["trials"])
+    assert least < most == document["best"]["figures"]["dollars"]
+    assert not document["improves"]
+    allowed = call("tune", files / "log.jsonl", "--workers", 1, *options, "--subject-to", "refused<1000")
+    assert "engine:\n  kv_bytes: 1MiB" in allowed.stdout
+
+
+def test_limits_on_refusals_are_added_unless_they_are_asked_about():
+    before = {"refused": 3.0, "cost": 1.0}
+    assert refusing_no_more([], "cost", before) == [TuneConstraint("refused", "<=", 3.0)]
+    assert refusing_no_more([], "refused", before) == []
+    assert refusing_no_more([TuneConstraint("refused", "<", 9.0)], "cost", before) == [
+        TuneConstraint("refused", "<", 9)
+    ]
+
+
+def test_only_less_than_now_is_an_improvement_if_now_is_within_the_limits():
+    trial = Trial({"a": 1}, {"cost": 2.0, "time": 1.0}, met=True, excess=0.0)
+    limits = [TuneConstraint("time", "<", 2.0)]
+    assert improves(trial, {"cost": 3.0, "time": 1.0}, "cost", limits)
+    assert not improves(trial, {"cost": 2.0, "time": 1.0}, "cost", limits)
+    assert improves(trial, {"cost": 1.0, "time": 5.0}, "cost", limits)
+    assert not improves(replace(trial, met=False), {"cost": 3.0, "time": 1.0}, "cost", limits)
 
 
 @pytest.mark.parametrize(

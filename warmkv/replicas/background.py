@@ -1,0 +1,29 @@
+"""Tasks that go on beside the requests of an actor: one that fails is told by the actor's health check."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class Background:
+    """Holds tasks of an event loop that are to go on until `cancel`, or to return."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+
+    def start(self, what: str, work: Coroutine[Any, Any, Any]) -> None:
+        """Begin a task; `what` names it for people."""
+        self._tasks[what] = asyncio.get_running_loop().create_task(work, name=what)
+
+    def check(self) -> None:
+        """Raise RuntimeError with the name of a task that failed. Any thread may ask."""
+        for what, task in self._tasks.items():
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise RuntimeError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+    def cancel(self) -> None:
+        """Cancel the tasks; for the thread of their loop."""
+        for task in self._tasks.values():
+            task.cancel()
