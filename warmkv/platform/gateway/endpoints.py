@@ -30,7 +30,7 @@ from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.thinking import restore
 from warmkv.platform.gateway.console import add_console
 from warmkv.platform.gateway.faults import api_of, speaks_openai
-from warmkv.platform.gateway.intake.body import Intake
+from warmkv.platform.gateway.intake.body import Intake, LackingError
 from warmkv.platform.gateway.intake.overload import LONGEST, OpenRequests, most_open, retry_header
 from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.gateway.live import summed
@@ -183,19 +183,25 @@ def create_app(
         return JSONResponse(await openai.respond(choices), headers=choices.asked.headers)
 
     async def fetch_response(tenant: bytes, name: str) -> None:
-        """Keep a response, and those that it goes on from, as another gateway has them."""
-        for chain in await others.responses(tenant, name) if others is not None else ():
+        """Keep a response, and those that it goes on from, as another gateway has them. Raises ApiError."""
+        try:
+            found = await others.responses(tenant, name) if others is not None else ()
+        except Exception as error:  # one has not answered
+            why = f"Not all gateways told whether they have the response {name}. Try again in a moment."
+            raise ApiError("overloaded_error", why, reason="gateways") from error
+        for chain in found:
             for one in chain:
                 stored.keep(tenant, one)
 
     @app.post("/v1/responses")
     async def create_response(request: Request) -> Response:
         arrival = admitted(request)
-        loop = asyncio.get_running_loop()
+        asked_for = set[str]()
 
         def history_of(tenant: bytes, name: str) -> list[Item] | None:  # in a thread of the intake
-            if others is not None and not stored.chain(tenant, name):
-                asyncio.run_coroutine_threadsafe(fetch_response(tenant, name), loop).result()
+            if others is not None and name not in asked_for and not stored.chain(tenant, name):
+                asked_for.add(name)
+                raise LackingError(partial(fetch_response, tenant, name))
             return stored.history(tenant, name)
 
         body, asked = await intake.take(request, partial(parsing.response, history_of, arrival))

@@ -32,6 +32,14 @@ T = TypeVar("T")
 Work = Callable[[bytes, Any], T]  # of a body and a tokenizer that no other thread uses
 
 
+class LackingError(Exception):
+    """Work that lacks something: it is done again once `fetch` has brought it. No thread waits meanwhile."""
+
+    def __init__(self, fetch: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        super().__init__()
+        self.fetch = fetch
+
+
 class Intake:
     """Takes the bodies of a gateway's requests, of which `waiting` may wait for a thread. `clock` gives seconds."""
 
@@ -51,12 +59,16 @@ class Intake:
             try:
                 async with asyncio.timeout(READ_SECONDS):
                     body = await self._read(request, share, self._config.max_body_bytes)
-                lane = self._large if len(body) >= LARGE_BYTES else self._small
-                seconds = min(PARSE_SECONDS, self._config.request_timeout_seconds)
-                return await unless_left(request, lane.run(partial(work, body), seconds))
             except TimeoutError:
                 message = f"The body did not come within {READ_SECONDS:g} s."
                 raise ApiError("timeout_error", message, status=408) from None
+            lane = self._large if len(body) >= LARGE_BYTES else self._small
+            seconds = min(PARSE_SECONDS, self._config.request_timeout_seconds)
+            try:
+                return await unless_left(request, lane.run(partial(work, body), seconds))
+            except LackingError as lacking:
+                await unless_left(request, lacking.fetch())
+            return await unless_left(request, lane.run(partial(work, body), seconds))
 
     async def _read(self, request: Request, share: Share, limit: int) -> bytes:
         too_large = f"The request body exceeds {limit} bytes (gateway.max_body_bytes)."

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.unit.platform.exchanges import until
 from tests.unit.platform.gateway.apis.test_tool_calls import SCHEMA, THOUGHT, TWO_CALLS, Scripted, call
 from warmkv.platform.gateway.apis.responses import answers
 from warmkv.platform.gateway.apis.responses import store as responses
@@ -375,6 +376,35 @@ def test_each_text_has_the_log_probabilities_of_its_own_tokens():
     found = answers.TextLogprobs(lambda: came.pop() if came else [], lambda token: pieces[token])
     tokens = [[one["token"] for one in found.of(text)] for text in ("Hm.", "I look.", "Wait.")]
     assert tokens == [["H", "m", "."], ["\n\nI ", "look."], ["", "Wait", ".\n"]]
+
+
+def test_gateways_that_do_not_answer_hold_up_no_others(tmp_path, monkeypatch):
+    """More wait for another gateway than there are threads that parse; the rest is parsed meanwhile."""
+    gateways: list[Any] = []
+    gateways += [Scripted(tmp_path, "An answer.", others=gateways) for _ in range(2)]
+    answered, asked = asyncio.Event(), list[str]()
+
+    async def responses(self: Any, tenant: bytes, name: str) -> Any:
+        asked.append(name)
+        await answered.wait()
+        raise TimeoutError
+
+    monkeypatch.setattr(Scripted, "responses", responses)
+
+    async def run() -> None:
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateways[0].http, max_retries=0)
+        waiting = [
+            asyncio.ensure_future(client.responses.create(model="tiny", input="x", previous_response_id=f"resp_{at}"))
+            for at in range(3)
+        ]
+        await until(lambda: len(asked) == 3)
+        assert (await client.responses.create(model="tiny", input="x")).output_text == "An answer."
+        answered.set()
+        for one in waiting:
+            with pytest.raises(openai.APIStatusError, match="Not all gateways told"):
+                await one
+
+    asyncio.run(run())
 
 
 def test_a_conversation_goes_on_in_any_gateway(tmp_path):
