@@ -26,7 +26,7 @@ from warmkv.config.tenants import TenantLimits
 from warmkv.dashboards import alerts, build
 from warmkv.faults import UserError
 from warmkv.models.tiny import corpus
-from warmkv.platform.local import free_port, running
+from warmkv.platform.local import free_port, metrics_addresses, running
 from warmkv.platform.tenants import hash_key
 
 HOST = "127.0.0.1"
@@ -81,7 +81,7 @@ def observing(config: Config, rate: float, seed: int) -> Iterator[Observed]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warmkv-observe-")))
         service = stack.enter_context(running(config))
-        prometheus = stack.enter_context(scraping(binary, folder / "prometheus", ray_targets(), SCRAPE_SECONDS))
+        prometheus = stack.enter_context(scraping(binary, folder / "prometheus", metrics_addresses(), SCRAPE_SECONDS))
         grafana = stack.enter_context(
             showing(folder / "grafana", grafana_port, prometheus, service.url, service.operator_key)
         )
@@ -118,13 +118,6 @@ def prometheus_binary() -> str:
     if (found := shutil.which("prometheus")) is None:
         raise ObserveError("prometheus is not installed: `apt-get install prometheus`, or get it from prometheus.io")
     return found
-
-
-def ray_targets() -> list[str]:
-    """Return where the nodes of the cluster that this process belongs to show their metrics."""
-    import ray
-
-    return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from tests.polling import PATIENCE
 from warmkv import demo
 from warmkv.cli import app
 from warmkv.config import Config
-from warmkv.platform.local import Running
+from warmkv.platform.local import Running, free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 WARMKV = Path(sys.executable).with_name("warmkv")
@@ -29,7 +29,9 @@ WARMKV = Path(sys.executable).with_name("warmkv")
 
 def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
     log = tmp_path / "log.jsonl"
+    port = free_port("127.0.0.1")
     settings = ["gateway.port=0", f"gateway.access_log={log}", "cluster.replicas=1", "cluster.drain_seconds=1"]
+    settings.append(f"gateway.metrics_port={port}")
     command = [WARMKV, "serve", *(part for setting in settings for part in ("--set", setting))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -47,6 +49,7 @@ def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
         assert requests.get(f"{found[1]}/v1/warmkv/policy", timeout=PATIENCE).status_code == 403
         shown = subprocess.run([WARMKV, "policy", "show", "--url", found[1]], capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr  # it found the operator's key of this run
+        assert requests.get(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE).status_code == 200
         long = {**body, "max_tokens": 4000, "stream": True, "warmkv": {"ignore_eos": True}}
         with requests.post(f"{found[1]}/v1/messages", json=long, stream=True, timeout=PATIENCE) as streamed:
             lines = streamed.iter_lines()
@@ -57,6 +60,7 @@ def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
         assert b"The server is being stopped" in events[-1]
         rest, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, seen + rest
+        assert f":{port}/metrics" in rest
         assert "Traceback" not in seen + rest
         logged = [json.loads(line) for line in log.read_text().splitlines()]
         assert [(line["status"], line["error"]) for line in logged] == [("ok", ""), ("error", "overloaded_error")]

@@ -16,7 +16,8 @@ from tests.e2e.conftest import Cluster
 from tests.polling import PATIENCE, until
 from warmkv import telemetry
 from warmkv.dashboards.alerts import ALERTS, SLO_SECONDS
-from warmkv.observe import prometheus_binary, ray_targets, scraping
+from warmkv.observe import prometheus_binary, scraping
+from warmkv.platform.local import metrics_addresses
 
 pytestmark = [
     pytest.mark.cluster,
@@ -51,7 +52,7 @@ def test_every_panel_and_alert_gets_data_from_prometheus(cluster, tmp_path):
     """What needs faults, a full queue or the what-if service only has to be understood here."""
     waiting, events, turns = grafana.expressions(), grafana.events(), itertools.count()
     short = {"prefix_cache.ttls": {"5m": 1, "1h": 3600}}
-    scraped = scraping(prometheus_binary(), tmp_path / "prometheus", ray_targets(), seconds=1)
+    scraped = scraping(prometheus_binary(), tmp_path / "prometheus", metrics_addresses(), seconds=1)
     with cluster.changed(short), scraped as prometheus:
 
         def results(expression: str) -> Any:

@@ -22,7 +22,8 @@ from tests.polling import PATIENCE, until
 from tests.unit.platform.whatif.traffic import evaluated
 from warmkv import telemetry
 from warmkv.dashboards.alerts import ALERTS
-from warmkv.observe import prometheus_binary, ray_targets, scraping
+from warmkv.observe import prometheus_binary, scraping
+from warmkv.platform.local import metrics_addresses
 from warmkv.platform.whatif.decision import AUTOPILOT
 
 REPLAYED = 600.0  # seconds that replays of lowest priority may take on a busy machine
@@ -140,7 +141,7 @@ def watched(folder: Path) -> Iterator[str | None]:
     if shutil.which("prometheus") is None:
         yield None
         return
-    with scraping(prometheus_binary(), folder / "prometheus", ray_targets(), seconds=1) as address:
+    with scraping(prometheus_binary(), folder / "prometheus", metrics_addresses(), seconds=1) as address:
         yield address
 
 

@@ -121,6 +121,7 @@ def start_ray(config: Config) -> None:
             include_dashboard=False,
             logging_level=logging.WARNING,
             log_to_driver=False,
+            _metrics_export_port=config.gateway.metrics_port or None,
         )
     except Exception as error:  # as Ray says it where a node is not there in time
         ray.shutdown()
@@ -132,6 +133,13 @@ def start_ray(config: Config) -> None:
     if wanted > found:
         ray.shutdown()
         raise StartError(f"{wanted:g} GPUs are asked for (cluster.gpus_per_replica), this machine has {found:g}")
+
+
+def metrics_addresses() -> list[str]:
+    """Return where the nodes of the cluster that this process belongs to show their metrics to Prometheus."""
+    import ray
+
+    return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
 
 
 def start_document(document: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from warmkv.config import Config, ConfigError
-from warmkv.platform.local import memory_plans, running
+from warmkv.platform.local import memory_plans, metrics_addresses, running
 from warmkv.platform.operator_key import kept
 from warmkv.prefixes.index import HEARTBEAT_SECONDS
 
@@ -41,6 +41,8 @@ def serve_until_stopped(config: Config, console: Console) -> None:
                 says = f"WARMKV_API_KEY={service.operator_key} warmkv policy show --url {service.url}"
         console.print(f"\n    {says}")
         console.print(f"    {service.url}/console    # the same in a browser, with live figures")
+        for address in metrics_addresses():
+            console.print(f"    http://{address}/metrics    # for Prometheus")
         if plans := memory_plans(config, 2 * HEARTBEAT_SECONDS):
             alike = {plans[0]: len(plans)}  # but for what happens to be free
             for plan, count in (Counter(plans) if config.cluster.groups else alike).items():
