@@ -31,8 +31,13 @@ def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
     log = tmp_path / "log.jsonl"
     port = free_port("127.0.0.1")
     settings = ["gateway.port=0", f"gateway.access_log={log}", "cluster.replicas=1", "cluster.drain_seconds=1"]
-    settings.append(f"gateway.metrics_port={port}")
-    command = [WARMKV, "serve", *(part for setting in settings for part in ("--set", setting))]
+    command = [
+        WARMKV,
+        "serve",
+        "--metrics-port",
+        str(port),
+        *(part for setting in settings for part in ("--set", setting)),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None

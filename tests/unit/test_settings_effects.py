@@ -63,7 +63,6 @@ EFFECTS = {
         ],
         "test_blocks_come_from_disk_at_its_bandwidth": ["simulator.disk_bandwidth"],
     },
-    "tests/e2e/test_commands.py": {"test_serve_answers_until_it_is_interrupted": ["gateway.metrics_port"]},
     "tests/unit/dashboards/test_publish.py": {
         "test_command_publishes": ["dashboards.grafana_url"],
     },

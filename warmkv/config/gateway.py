@@ -13,13 +13,6 @@ from warmkv.config.tenants import LimitsConfig, OperatorConfig, Right, TenantCon
 class GatewayConfig(Section):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8400, ge=0, le=65535, description="0 takes a free one")
-    metrics_port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="at which Prometheus scrapes what `warmkv serve` runs, at all addresses and without a key; 0 takes a "
-        "free one. Other clusters have Ray's --metrics-export-port",
-    )
     route_prefix: str = Field("/", pattern=r"^/", description="path under which the APIs are served")
     allow_open: bool = Field(False, description="listen beyond loopback although no tenants are configured")
     tenants: tuple[TenantConfig, ...] = Field(

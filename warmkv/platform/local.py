@@ -95,8 +95,10 @@ def with_port(config: Config) -> Config:
     return config
 
 
-def start_ray(config: Config) -> None:
+def start_ray(config: Config, metrics_port: int = 0) -> None:
     """Start a local Ray with room for the replicas, whatever the number of cores; it ends with this process.
+
+    Prometheus finds metrics at the port, or at a free one where it is 0.
 
     Raises StartError where it does not start, or has fewer GPUs than are asked for.
     """
@@ -121,7 +123,7 @@ def start_ray(config: Config) -> None:
             include_dashboard=False,
             logging_level=logging.WARNING,
             log_to_driver=False,
-            _metrics_export_port=config.gateway.metrics_port or None,
+            _metrics_export_port=metrics_port or None,
         )
     except Exception as error:  # as Ray says it where a node is not there in time
         ray.shutdown()
@@ -217,7 +219,9 @@ def watching(config: Config, say: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def running(config: Config, say: Callable[[str], None] = lambda what: None) -> Iterator[Running]:
+def running(
+    config: Config, say: Callable[[str], None] = lambda what: None, *, metrics_port: int = 0
+) -> Iterator[Running]:
     """Run the service on a local Ray of its own and stop it at the end. `say` is told how the start goes on.
 
     Raises OSError where the port is taken, the model folder missing or the log not writable, ConfigError where it
@@ -234,7 +238,7 @@ def running(config: Config, say: Callable[[str], None] = lambda what: None) -> I
     gateway = with_operator(config.gateway, operator_key)
     document = serve_document(config.model_copy(update={"gateway": gateway}))
     document["proxy_location"] = "Disabled"  # on one machine, gateways listen by themselves
-    start_ray(config)
+    start_ray(config, metrics_port)
     import ray
     from ray import serve
 

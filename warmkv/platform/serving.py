@@ -17,8 +17,8 @@ from warmkv.platform.operator_key import kept
 from warmkv.prefixes.index import HEARTBEAT_SECONDS
 
 
-def serve_until_stopped(config: Config, console: Console) -> None:
-    """Run the service until SIGINT or SIGTERM.
+def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0) -> None:
+    """Run the service until SIGINT or SIGTERM, with its metrics at a port, or at a free one where it is 0.
 
     Raises OSError where the port is taken or the model folder is missing, ConfigError where the service would be open
     to other machines, StartError where a replica cannot start.
@@ -28,7 +28,9 @@ def serve_until_stopped(config: Config, console: Console) -> None:
     with ExitStack() as stack:
         starting = Text(f"starting Ray and {config.first_replicas} replica(s) of {config.model.name}")
         with console.status(starting) as shown:
-            service = stack.enter_context(running(config, lambda what: shown.update(Text(what))))
+            service = stack.enter_context(
+                running(config, lambda what: shown.update(Text(what)), metrics_port=metrics_port)
+            )
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         _explain(service.url, config, console)

@@ -155,7 +155,7 @@ def test_every_extra_is_one_of_the_packages():
 def served(monkeypatch):
     """Configurations that `warmkv serve` was to start with."""
     configs: list[Config] = []
-    monkeypatch.setattr("warmkv.platform.serving.serve_until_stopped", lambda config, console: configs.append(config))
+    monkeypatch.setattr("warmkv.platform.serving.serve_until_stopped", lambda config, *_: configs.append(config))
     return configs
 
 

@@ -29,6 +29,14 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with an API key: only requests with it are answered.", show_default=False)
     ] = None,
+    metrics_port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="At which Prometheus finds metrics, at all addresses and without a key; 0 takes a free one.",
+        ),
+    ] = 0,
 ) -> None:
     """Serve the model on a local Ray, in the foreground, until Ctrl-C. Options win over `--set`.
 
@@ -46,4 +54,4 @@ def serve(
     }
     flags = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     tenants = [] if api_key_file is None else [tenant_with_key(api_key_file)]
-    serve_until_stopped(options.read(*flags, *tenants), console)
+    serve_until_stopped(options.read(*flags, *tenants), console, metrics_port)
