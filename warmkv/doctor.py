@@ -1,20 +1,28 @@
-"""`warmkv doctor`: look at the installation, the device, the memory plan and the model's self-check."""
+"""`warmkv doctor`: look at the installation, the settings, the device, the memory plan and the model's self-check."""
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from warmkv.config import Config
+from warmkv.config import Config, DiskConfig, PrefixCacheConfig
 from warmkv.extras import EXTRAS
 from warmkv.faults import UserError
 
+if TYPE_CHECKING:
+    from warmkv.replicas.loading.load import LoadedModel
+
 State = Literal["ok", "missing", "failed"]
+
+PROBE = "warmkv-doctor"  # a file that is written and removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +35,7 @@ class DoctorFinding:
 
 
 def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> Iterator[DoctorFinding]:
-    """Look at the installation, the device and the configured model, in this process and without Ray.
+    """Look at the installation, the settings, the device and the configured model, in this process and without Ray.
 
     What cannot be looked at because something before it is missing or failed is left out. `say` is told what is done
     next.
@@ -45,6 +53,7 @@ def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> I
         yield DoctorFinding(f"extra {extra}", "missing" if lacking else "ok", said)
         servable = servable and not (extra == "serve" and lacking)
     if servable:
+        yield from _examine_settings(config)
         yield from _examine_model(config, say)
 
 
@@ -58,10 +67,87 @@ def _versions(modules: tuple[str, ...]) -> str:
     return ", ".join(found)
 
 
+def _examine_settings(config: Config) -> Iterator[DoctorFinding]:
+    """Look at what gateways start from, by the functions of `warmkv serve`."""
+    from warmkv.platform.listening import check_listening
+    from warmkv.platform.live_config_store import store_of
+    from warmkv.platform.local import check_access_log
+    from warmkv.platform.tenants_file import Tenants
+
+    gateway, log, folder = config.gateway, config.gateway.access_log, config.control.path
+
+    def listening() -> str:
+        check_listening(gateway)
+        return f"{gateway.host}:{gateway.port}, {'any key' if gateway.is_open else 'keys of tenants'}"
+
+    def tenants() -> str:
+        known = Tenants(gateway, b"", lambda outcome: None).status()
+        return f"tenants: {len(known['tenants'])}, operators: {len(known['operators'])}"
+
+    def access_log() -> str:
+        assert log is not None
+        with _nothing_left(log):
+            check_access_log(log)
+        return f"{log} can be written"
+
+    def versions() -> str:
+        assert folder is not None
+        with _nothing_left(folder / PROBE):
+            store_of(config.control).write(PROBE, b"")
+        return f"{folder} can be written"
+
+    yield _look("listening", "gateway.host", listening)
+    if not gateway.is_open or gateway.operators:
+        yield _look("tenants", "gateway.tenants_file", tenants)
+    if log is not None:
+        yield _look("access log", "gateway.access_log", access_log)
+    if folder is not None:
+        yield _look("versions", "control.path", versions)
+
+
+def _look(what: str, setting: str, look: Callable[[], str]) -> DoctorFinding:
+    """Return what a look at a setting tells, or why it could not be used."""
+    try:
+        return DoctorFinding(what, "ok", look())
+    except OSError as error:
+        return DoctorFinding(what, "failed", f"cannot use {error.filename} ({setting}): {error.strerror}")
+    except ValueError as error:  # a UserError, or that of the disk tier
+        return DoctorFinding(what, "failed", str(error))
+
+
+@contextmanager
+def _nothing_left(path: Path) -> Iterator[None]:
+    """Remove a file and the folders above it afterwards, as far as they were not there: another user may serve."""
+    made = [one for one in (path, *path.parents) if not os.path.lexists(one)]
+    try:
+        yield
+    finally:
+        for one in made:
+            with suppress(OSError):  # never made, or not empty
+                one.rmdir() if one.is_dir() else one.unlink()
+
+
+def _examine_disk(model: LoadedModel, cache: PrefixCacheConfig) -> Iterator[DoctorFinding]:
+    """Claim a folder of the disk tier, as a replica does at its start, and leave it to the next who does."""
+    from warmkv.replicas.block_store import Identity, disk
+
+    if cache.disk.path is None or not cache.enabled:
+        return
+    path = cache.disk.path
+
+    def claimed() -> str:
+        folder = disk.claim(path, Identity.of(model, cache.block_size), cache.disk.storage)
+        folder.release()
+        return f"{folder.path} can be written"
+
+    yield _look("disk tier", "prefix_cache.disk.path", claimed)
+
+
 def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[DoctorFinding]:
     import torch
     from transformers.utils import logging
 
+    from warmkv.platform.local import check_model
     from warmkv.replicas import device_memory
     from warmkv.replicas.engine import batch_invariant
     from warmkv.replicas.engine.engine import Engine
@@ -73,6 +159,7 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     yield DoctorFinding("device", "ok", f"{device} ({name}), torch {torch.__version__}")
     try:
+        check_model(config.model)
         say(f"loading {config.model.name}")
         share = device_memory.share_of(config.cluster, config.most_replicas, device)
         device_memory.check_before_loading(config, share)
@@ -92,12 +179,17 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
         yield DoctorFinding("memory plan", "failed", str(error))
         return
     yield DoctorFinding("memory plan", "ok", memory.summary)
+    cache = config.prefix_cache
+    for finding in _examine_disk(model, cache):
+        yield finding
+        if finding.state != "ok":  # the rest is looked at without
+            cache = cache.model_copy(update={"disk": DiskConfig()})
     try:
-        engine = Engine(model, config.engine, config.prefix_cache, clock=time.monotonic, memory=memory)
+        engine = Engine(model, config.engine, cache, clock=time.monotonic, memory=memory)
         engine.warm_up(say)
         check_engine(engine, say)
         batch_invariant.check(engine, say)
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         yield DoctorFinding("self-check", "failed", str(error))
         return
     yield DoctorFinding("self-check", "ok", "logits of prompts and decode steps are those of the model's own forward")

@@ -11,6 +11,7 @@ from ray.serve.config import RequestRouterConfig
 
 from warmkv.config import ClusterConfig, Config, parse
 from warmkv.platform.control import start_control
+from warmkv.platform.document import NOT_ON_THE_HEAD
 from warmkv.platform.gateway.deployment import Gateway
 from warmkv.platform.gateway.intake.overload import most_open
 from warmkv.platform.listening import check_listening
@@ -20,10 +21,6 @@ from warmkv.platform.prefix_directory import start_directory
 from warmkv.platform.tenants import SALT_ENV
 from warmkv.platform.whatif.actor import start_whatif
 from warmkv.replicas.deployment import Replica
-
-NOT_ON_THE_HEAD = {"warmkv-node": "!head"}
-"""Where gateways run: on all nodes but those with that label, as the manifests give it to the head. Whoever asks the
-other nodes does not notice when the head goes."""
 
 NAMED = RequestRouterConfig(request_router_class=NamedRouter)
 

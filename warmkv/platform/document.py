@@ -8,6 +8,10 @@ from warmkv.config import Config
 
 IMPORT_PATH = "warmkv.platform.application:build"
 
+NOT_ON_THE_HEAD = {"warmkv-node": "!head"}
+"""Where gateways run: on all nodes but those with that label, as the manifests give it to the head. Whoever asks the
+other nodes does not notice when the head goes."""
+
 
 def serve_document(config: Config) -> dict[str, Any]:
     """Return the document for a configuration; settings at their defaults are left out."""

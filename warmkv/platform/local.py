@@ -86,6 +86,12 @@ def check_model(model: ModelConfig) -> None:
             raise FileNotFoundError(f"{model.path} is neither a folder nor a hub name (model.path)") from None
 
 
+def check_access_log(path: Path) -> None:
+    """Raise OSError if lines cannot be appended to a file. It is made where it is missing, with its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("a").close()
+
+
 def with_port(config: Config) -> Config:
     """Replace port 0 by a free one. Raises OSError where the port is taken."""
     gateway = config.gateway
@@ -231,8 +237,7 @@ def running(
     Tenants(config.gateway, b"", lambda outcome: None)  # whose faults would come from a gateway otherwise, much later
     check_model(config.model)
     if config.gateway.access_log:
-        config.gateway.access_log.parent.mkdir(parents=True, exist_ok=True)
-        config.gateway.access_log.open("a").close()
+        check_access_log(config.gateway.access_log)
     config = with_port(config)
     operator_key = secrets.token_urlsafe(32)
     gateway = with_operator(config.gateway, operator_key)

@@ -199,6 +199,64 @@ def test_doctor_lists_every_extra_where_one_is_missing(monkeypatch):
     assert found["extra tune"]["state"] == "missing"
 
 
+def doctor(*settings: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Return the exit code, and by name the state and detail of what was looked at."""
+    result = run("doctor", "--json", *(part for setting in settings for part in ("--set", setting)))
+    return result.exit_code, {one["what"]: (one["state"], one["detail"]) for one in json.loads(result.stdout)}
+
+
+DISK = "prefix_cache.disk.memory_bytes=1MiB"
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "says"),
+    [
+        (["gateway.host=0.0.0.0"], "listening", "0.0.0.0 is reached from other machines"),
+        (
+            ["gateway.tenants_file={}/none.yaml"],
+            "tenants",
+            "none.yaml (gateway.tenants_file): it cannot be read: No such",
+        ),
+        (["gateway.tenants_file={}/file"], "tenants", "file (gateway.tenants_file): expected a mapping with `tenants`"),
+        (["gateway.access_log={}/file/log"], "access log", "file (gateway.access_log): File exists"),
+        (["gateway.access_log={}"], "access log", "(gateway.access_log): Is a directory"),
+        (["control.path={}/file"], "versions", "file (control.path): File exists"),
+        (["prefix_cache.disk.path={}/file/blocks", DISK], "disk tier", "(prefix_cache.disk.path): Not a directory"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else None,
+)
+def test_doctor_tells_what_serve_would_refuse_and_looks_at_the_rest(tmp_path: Path, settings, what, says):
+    (tmp_path / "file").write_text("no tenants\n")
+    code, found = doctor(*(setting.format(tmp_path) for setting in settings))
+    assert code == 1
+    assert [name for name, (state, _) in found.items() if state != "ok"] == [what]
+    assert says in found[what][1]
+    assert "self-check" in found
+
+
+def test_doctor_leaves_no_log_and_no_folder_of_versions_behind(tmp_path: Path):
+    (tmp_path / "tenants.yaml").write_text(f"tenants: [{{name: a, key_sha256: {hash_key('a key')}}}]\n")
+    code, found = doctor(
+        "gateway.host=0.0.0.0",
+        f"gateway.tenants_file={tmp_path}/tenants.yaml",
+        f"gateway.access_log={tmp_path}/logs/today/access.jsonl",
+        f"control.path={tmp_path}/versions",
+        f"prefix_cache.disk.path={tmp_path}/blocks",
+        DISK,
+    )
+    assert code == 0, found
+    assert found["tenants"] == ("ok", "tenants: 1, operators: 0")
+    assert found["disk tier"] == ("ok", f"{tmp_path}/blocks/0 can be written")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blocks", "tenants.yaml"]
+
+
+def test_doctor_keeps_a_log_that_is_there(tmp_path: Path):
+    (tmp_path / "access.jsonl").write_text("{}\n")
+    code, _ = doctor(f"gateway.access_log={tmp_path}/access.jsonl")
+    assert code == 0
+    assert (tmp_path / "access.jsonl").read_text() == "{}\n"
+
+
 @pytest.mark.parametrize(
     ("flag", "what", "says"),
     [

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tests.unit.k8s.manifests import Manifests, Object, amount
-from warmkv.platform.application import NOT_ON_THE_HEAD
+from warmkv.platform.document import NOT_ON_THE_HEAD
 from warmkv.platform.drain import seconds_to_drain
 from warmkv.platform.tenants import SALT_ENV
 from warmkv.policies.memory_plan import NODE_BYTES, PROCESS_BYTES

@@ -16,8 +16,8 @@ from warmkv.cli.options import JsonOptions
 from warmkv.terminal import console, is_standard
 
 if TYPE_CHECKING:
+    from warmkv.platform.kubernetes.findings import RuleFinding
     from warmkv.platform.kubernetes.rendered import RenderedManifests
-    from warmkv.platform.kubernetes.rules import RuleFinding
 
 CRDS = Path("crds")
 

@@ -1,4 +1,4 @@
-"""`warmkv doctor`: the installation, the device, the memory plan and the model's self-check."""
+"""`warmkv doctor`: the installation, the settings, the device, the memory plan and the model's self-check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = {"ok": "green", "missing": "yellow", "failed": "red"}
 
 
 def doctor(options: SettingsOptions, output: JsonOptions) -> None:
-    """Check the installation, the device, the memory plan, and the model against its own forward.
+    """Check the installation, the settings, the device, the memory plan, and the model against its own forward.
 
     Exits 1 if something that `warmkv serve` needs is missing or fails. Example: `warmkv doctor --set model.path=FOLDER`
     """

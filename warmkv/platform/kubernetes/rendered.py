@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -79,6 +79,24 @@ class Group:
             return 1
         key = "maxReplicas" if self.autoscaled else "replicas"
         return int(self.spec.get(key, self.spec.get("replicas", 1)) or 0)
+
+    @property
+    def least_pods(self) -> int:
+        """Return the fewest pods that the group has in service: `replicas`, unless Ray's autoscaler may remove some."""
+        if self.head:
+            return 1
+        key = "minReplicas" if self.autoscaled else "replicas"
+        return int(self.spec.get(key, 0 if self.autoscaled else 1) or 0) * int(self.spec.get("numOfHosts") or 1)
+
+    def mount(self, path: str) -> Object | None:
+        """Return what is mounted over a path in the container that runs Ray; None if the path is in the image."""
+        place = PurePosixPath(path)
+        over = [m for m in self.box.get("volumeMounts") or () if place.is_relative_to(m.get("mountPath", ""))]
+        return max(over, key=lambda mount: len(str(mount["mountPath"])), default=None)
+
+    def volume(self, mount: Object) -> Object | None:
+        """Return the volume of a mount; None where the pod has none of that name."""
+        return next((v for v in self.pods.spec.get("volumes") or () if v.get("name") == mount.get("name")), None)
 
     def limit(self, resource: str) -> float | None:
         """Return a resource's limit, else its request, as KubeRay tells Ray; None where neither can be read."""
@@ -192,6 +210,13 @@ class RenderedManifests:
     @cached_property
     def services(self) -> tuple[RenderedService, ...]:
         return tuple(RenderedService(one, name_of(one)) for one in self.objects if one["kind"] == "RayService")
+
+    @property
+    def configured(self) -> Iterator[tuple[RenderedService, Config]]:
+        """Yield the services whose configuration can be read, with it."""
+        for service in self.services:
+            if (config := service.known_config) is not None:
+                yield service, config
 
     @cached_property
     def pods(self) -> tuple[Pods, ...]:

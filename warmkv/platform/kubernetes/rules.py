@@ -1,19 +1,19 @@
 """What can be wrong with rendered manifests: one function a rule, over the objects, in the list `RULES`.
 
-A rule yields findings. A new one is a function here, its name in `RULES`, and a test that breaks a good overlay.
+A rule yields findings. A new one is a function here, its name in `RULES`, and a test that breaks a good overlay. Those
+that hold settings against other objects are in `settings_rules.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import PurePosixPath
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from warmkv.config import Config, ConfigError
 from warmkv.gpus import CATALOGUE, Gpu
 from warmkv.platform.drain import seconds_to_drain
 from warmkv.platform.kubernetes import fields, memory
+from warmkv.platform.kubernetes.findings import Rule, RuleFinding, Told
 from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS
 from warmkv.platform.kubernetes.references import Reference, keys_of, references_of
 from warmkv.platform.kubernetes.rendered import (
@@ -25,30 +25,13 @@ from warmkv.platform.kubernetes.rendered import (
     name_of,
     quantity,
 )
+from warmkv.platform.kubernetes.settings_rules import OPERATORS_LABELS, SETTINGS_RULES
 from warmkv.platform.listening import check_listening, is_loopback
 from warmkv.platform.tenants import SALT_ENV
 from warmkv.policies.memory_plan import GIB, MemoryPlanError, amount
 
 DEFAULT_GRACE = 30  # seconds, where a pod says nothing
 DEFAULT_DELETION_DELAY = 60  # seconds, of KubeRay
-OPERATORS_LABELS = "ray.io/"  # that KubeRay gives to pods, and templates do not have
-
-
-@dataclass(frozen=True, slots=True)
-class RuleFinding:
-    """Something about manifests. An error must be mended; a note says what is not set yet, or could not be checked."""
-
-    rule: str
-    where: str
-    what: str
-    todo: str
-    level: Literal["error", "note"] = "error"
-
-
-Told = Iterator[tuple[str, str, str] | tuple[str, str, str, Literal["error", "note"]]]
-"""Where, what is wrong, what to do, and the level where it is a note."""
-
-Rule = Callable[[RenderedManifests], Told]
 
 
 def check(rendered: RenderedManifests) -> list[RuleFinding]:
@@ -65,15 +48,9 @@ def _found(rule: Rule, rendered: RenderedManifests) -> Iterator[RuleFinding]:
     return (RuleFinding(rule.__name__, *told) for told in rule(rendered))
 
 
-def _configured(rendered: RenderedManifests) -> Iterator[tuple[RenderedService, Config]]:
-    for service in rendered.services:
-        if (config := service.known_config) is not None:
-            yield service, config
-
-
 def _kinds(rendered: RenderedManifests) -> Iterator[tuple[RenderedService, Config]]:
     """Yield the configuration of each group of replicas (`cluster.groups`): each is judged as if it were alone."""
-    for service, config in _configured(rendered):
+    for service, config in rendered.configured:
         for group in config.groups().values():
             yield service, group
 
@@ -192,7 +169,7 @@ def images(rendered: RenderedManifests) -> Told:
 
 def gpu_workers(rendered: RenderedManifests) -> Told:
     """Find replicas that ask for GPUs where no worker group has any, and the reverse."""
-    for service, config in _configured(rendered):
+    for service, config in rendered.configured:
         asked = max(kind.cluster.gpus_per_replica for kind in config.groups().values())
         with_gpu = [group for group in service.workers if group.gpus]
         if asked and not with_gpu:
@@ -291,7 +268,7 @@ def _whole(size: float) -> int:
 
 def disk_tier(rendered: RenderedManifests) -> Told:
     """Find a disk tier whose folder is not mounted, or has no room for it."""
-    for service, config in _configured(rendered):
+    for service, config in rendered.configured:
         disk = config.prefix_cache.disk
         if disk.path is None or not config.prefix_cache.enabled:
             continue
@@ -299,7 +276,8 @@ def disk_tier(rendered: RenderedManifests) -> Told:
             replicas = group.replicas_on_a_pod(config)
             if not replicas:
                 continue
-            volume = _mounted(group, str(disk.path))
+            mount = group.mount(str(disk.path))
+            volume = mount and group.volume(mount)
             if volume is None:
                 todo = "mount a volume there, as the component disk-cache does"
                 yield group.where, f"nothing is mounted at prefix_cache.disk.path, {disk.path}", todo
@@ -317,22 +295,12 @@ def _size(volume: Object) -> str:
     return str((volume.get("emptyDir") or {}).get("sizeLimit", asked))
 
 
-def _mounted(group: Group, path: str) -> Object | None:
-    """Return the volume that holds a path in the container that runs Ray; None if it is in the image."""
-    place = PurePosixPath(path)
-    mounts = [m for m in group.box.get("volumeMounts") or () if place.is_relative_to(m.get("mountPath", ""))]
-    if not mounts:
-        return None
-    nearest = max(mounts, key=lambda mount: len(str(mount["mountPath"])))
-    return next((v for v in group.pods.spec.get("volumes") or () if v.get("name") == nearest.get("name")), None)
-
-
 # --- ends and access
 
 
 def grace_periods(rendered: RenderedManifests) -> Told:
     """Find worker pods that would be killed before their replicas have drained and handed their blocks over."""
-    for service, config in _configured(rendered):
+    for service, config in rendered.configured:
         drain = config.cluster.drain_seconds
         delay = service.resource["spec"].get("rayClusterDeletionDelaySeconds", DEFAULT_DELETION_DELAY)
         for group in service.workers:
@@ -357,7 +325,7 @@ def grace_periods(rendered: RenderedManifests) -> Told:
 
 def tenants(rendered: RenderedManifests) -> Told:
     """Find a service that lets nobody in, or everybody."""
-    for service, config in _configured(rendered):
+    for service, config in rendered.configured:
         at, gateway = f"{service.where}: spec.serveConfigV2, gateway", config.gateway
         if is_loopback(gateway.host):
             yield f"{at}.host", f"{gateway.host} is reached from within the pod only", "set gateway.host to 0.0.0.0"
@@ -371,7 +339,7 @@ def tenants(rendered: RenderedManifests) -> Told:
             yield f"{at}.allow_open", what, "list tenants in gateway.tenants_file before others can reach it", "note"
         if (file := gateway.tenants_file) is not None:
             for group in service.groups:
-                if _mounted(group, str(file)) is None:
+                if group.mount(str(file)) is None:
                     todo = "mount the Secret with the tenants there, in every pod: a gateway may run in any"
                     yield group.where, f"gateway.tenants_file is {file}, and nothing is mounted there", todo
 
@@ -406,4 +374,5 @@ RULES: tuple[Rule, ...] = (
     grace_periods,
     tenants,
     salt,
+    *SETTINGS_RULES,
 )

@@ -1,0 +1,301 @@
+"""`warmkv k8s check` finds settings that do not go with what is around them, in `production` made wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.k8s.manifests import Manifests, overlay
+from tests.unit.k8s.test_rules import GONE, at, head, one, service, setting, without, worker
+from warmkv.platform.kubernetes import fields
+from warmkv.platform.kubernetes.findings import RuleFinding
+from warmkv.platform.kubernetes.rendered import read
+from warmkv.platform.kubernetes.rules import check
+from warmkv.platform.kubernetes.settings_rules import SETTINGS_RULES
+
+Break = Callable[[Manifests], None]
+NAMES = {rule.__name__ for rule in SETTINGS_RULES}
+MAP, ROUTE, BUDGET = ("ConfigMap", "warmkv-config"), ("HTTPRoute", "warmkv"), ("PodDisruptionBudget", "warmkv-replicas")
+BOX, PORT = "containers 0", "serveService spec ports 0"
+
+
+def told(manifests: Manifests) -> list[RuleFinding]:
+    found = check(read(yaml.safe_dump_all(manifests.objects), fields.known()))
+    return [finding for finding in found if finding.rule in NAMES]
+
+
+def edited(path: str, value: Any = GONE) -> Break:
+    """Change a setting in the settings file only."""
+
+    def change(manifests: Manifests) -> None:
+        data = manifests.named(*MAP)["data"]
+        settings = yaml.safe_load(data["warmkv.yaml"])
+        at(path, value)(settings)
+        data["warmkv.yaml"] = yaml.safe_dump(settings)
+
+    return change
+
+
+def rendered(path: str, value: Any) -> Break:
+    """Change a setting in both, as `warmkv k8s render` does."""
+    return both(edited(path, value), setting(path, value))
+
+
+def both(*changes: Break) -> Break:
+    def change(manifests: Manifests) -> None:
+        for one_change in changes:
+            one_change(manifests)
+
+    return change
+
+
+def proxy_port(manifests: Manifests) -> None:
+    document = manifests.document
+    document["http_options"]["port"] = 8000
+    manifests.service["spec"]["serveConfigV2"] = yaml.safe_dump(document)
+
+
+def not_autoscaled(manifests: Manifests) -> None:
+    at("enableInTreeAutoscaling")(manifests.cluster)
+    for group in manifests.workers:
+        group["replicas"] = 1
+
+
+def add_log_volume(read_only: bool) -> Break:
+    def change(manifests: Manifests) -> None:
+        for group in manifests.workers:
+            spec = group["template"]["spec"]
+            spec["volumes"].append({"name": "logs", "emptyDir": {}})
+            mount = {"name": "logs", "mountPath": "/var/log/warmkv", "readOnly": read_only}
+            spec["containers"][0]["volumeMounts"].append(mount)
+
+    return change
+
+
+LOG = rendered("gateway access_log", "/var/log/warmkv/access.jsonl")
+WORKER = "workerGroupSpecs[l40s].template.spec.containers[ray-worker]"
+PROBE = "wget -q -O /dev/null http://localhost:9000/readyz"
+BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
+    "another value": (
+        edited("cluster drain_seconds", 300),
+        "settings_file",
+        "ConfigMap/warmkv-config: data.warmkv.yaml",
+        "cluster.drain_seconds is 300, there 120",
+        "k8s render",
+    ),
+    "one that is set": (
+        edited("engine", {"max_slots": 7}),
+        "settings_file",
+        "ConfigMap/",
+        "engine.max_slots is 7, there",
+        "k8s render",
+    ),
+    "one that is gone": (
+        edited("cluster autoscaling"),
+        "settings_file",
+        "ConfigMap/",
+        "cluster.autoscaling is another",
+        "k8s render",
+    ),
+    "only in the document": (
+        setting("cluster gateways", 2),
+        "settings_file",
+        "ConfigMap/",
+        "cluster.gateways is 4, there 2",
+        "k8s render",
+    ),
+    "a misspelt one": (
+        edited("cluster drain_second", 300),
+        "settings_file",
+        "ConfigMap/",
+        "did you mean 'drain_seconds'",
+        "mend it",
+    ),
+    "no settings": (one(*MAP, "data", {"warmkv.yaml": "- a"}), "settings_file", "ConfigMap/", "expected a mapping", ""),
+    "no YAML": (one(*MAP, "data", {"warmkv.yaml": "a: ["}), "settings_file", "ConfigMap/", "not YAML", ""),
+    "the port of the gateway": (
+        rendered("gateway port", 9000),
+        "ports",
+        "http_options.port",
+        "port 8400 (http_options.port)",
+        "k8s render",
+    ),
+    "the proxy's": (proxy_port, "ports", "http_options.port", "gateways listen on 8400 (gateway.port)", "k8s render"),
+    "a container's": (
+        worker(f"{BOX} ports 1 containerPort", 9000),
+        "ports",
+        f"{WORKER}.ports[serve]",
+        "the port is 9000",
+        "8400",
+    ),
+    "a probe's": (
+        worker(f"{BOX} readinessProbe exec command 2", PROBE),
+        "ports",
+        f"{WORKER}.readinessProbe",
+        "port 9000",
+        "8400",
+    ),
+    "a probe's by name": (
+        worker(f"{BOX} livenessProbe httpGet", {"path": "/healthz", "port": "metrics"}),
+        "ports",
+        f"{WORKER}.livenessProbe",
+        "it asks port 8080",
+        "let it ask port 8400",
+    ),
+    "the service's": (
+        service(f"{PORT} targetPort", 9000),
+        "ports",
+        "serveService.spec.ports[serve]",
+        "leads to port 9000",
+        "serve",
+    ),
+    "the service's by name": (
+        service(f"{PORT} targetPort", "http"),
+        "ports",
+        "serveService.spec.ports[serve]",
+        "is called http",
+        "serve",
+    ),
+    "the route's": (
+        one(*ROUTE, "spec rules 0 backendRefs 0 port", 80),
+        "ports",
+        "HTTPRoute/warmkv: spec.rules[0]",
+        "port 80",
+        "8400",
+    ),
+    "a slow answer": (
+        rendered("gateway request_timeout_seconds", 1200),
+        "route_timeouts",
+        "HTTPRoute/warmkv: spec.rules[0].timeouts.request",
+        "after 660s, and an answer may take 1200",
+        "1260s",
+    ),
+    "a fast route": (
+        one(*ROUTE, "spec rules 0 timeouts", {"request": "1h", "backendRequest": "1m30s"}),
+        "route_timeouts",
+        "timeouts.backendRequest",
+        "after 1m30s",
+        "660s or more",
+    ),
+    "a log in the image": (LOG, "written_files", WORKER, "root file system is read-only", "mount a volume there"),
+    "a log on a read-only volume": (
+        both(LOG, add_log_volume(True)),
+        "written_files",
+        WORKER,
+        "mounted there, logs, is read-only",
+        "gateway.access_log",
+    ),
+    "a log among Secrets": (
+        rendered("gateway access_log", "/etc/warmkv/tenants/access.jsonl"),
+        "written_files",
+        WORKER,
+        "tenants, is read",
+        "",
+    ),
+    "versions in the image": (
+        rendered("control", {"path": "/var/lib/warmkv"}),
+        "written_files",
+        WORKER,
+        "control.path is /var/lib/warmkv",
+        "mount",
+    ),
+    "a subPath": (
+        head(f"{BOX} volumeMounts 0 subPath", "tenants.yaml"),
+        "tenants_mount",
+        "containers[ray-head].volumeMounts[tenants]",
+        "by subPath",
+        "mount the whole volume at /etc/warmkv/tenants",
+    ),
+    "a budget": (
+        one(*BUDGET, "spec minAvailable", 4),
+        "budgets",
+        "spec.minAvailable",
+        "4 pods must stay",
+        "set it to 3",
+    ),
+    "a budget in percent": (
+        one(*BUDGET, "spec minAvailable", "100%"),
+        "budgets",
+        "spec.minAvailable",
+        "4 pods must",
+        "3",
+    ),
+    "a budget of one group": (
+        one(*BUDGET, "spec selector matchLabels", {"ray.io/group": "l40s"}),
+        "budgets",
+        "spec.min",
+        "no more than 2",
+        "1",
+    ),
+    "fewer pods": (
+        not_autoscaled,
+        "budgets",
+        "spec.minAvailable",
+        "3 pods must stay, and there may be no more than 2",
+        "",
+    ),
+    "no pod may go": (
+        both(one(*BUDGET, "spec minAvailable"), one(*BUDGET, "spec maxUnavailable", 0)),
+        "budgets",
+        "spec.maxUnavailable",
+        "none of its pods may ever be evicted",
+        "minAvailable",
+    ),
+}
+
+
+@pytest.mark.parametrize(("broken", "rule", "where", "what", "todo"), BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_told(broken: Break, rule: str, where: str, what: str, todo: str) -> None:
+    manifests = overlay("production").copy()
+    assert told(manifests) == []
+    broken(manifests)
+    found = told(manifests)
+    assert found
+    assert {(finding.rule, finding.level) for finding in found} == {(rule, "error")}
+    assert any(where in one.where and what in one.what and todo in one.todo for one in found), found
+
+
+FINE: dict[str, Break] = {
+    "settings in both": rendered("cluster drain_seconds", 100),
+    "the same in other words": edited("prefix_cache host memory_bytes", 32 << 30),
+    "no settings file": without(*MAP),
+    "a service port of its own": both(service(f"{PORT} port", 80), one(*ROUTE, "spec rules 0 backendRefs 0 port", 80)),
+    "a route without a limit": one(*ROUTE, "spec rules 0 timeouts", {"request": "0s"}),
+    "another service's route": both(
+        one(*ROUTE, "spec rules 0 backendRefs 0 name", "other"), one(*ROUTE, "spec rules 0 timeouts request", "1s")
+    ),
+    "a log on a volume": both(LOG, add_log_volume(False)),
+    "a log on standard output": rendered("gateway access_log", "/dev/stdout"),
+    "a budget that is met": one(*BUDGET, "spec minAvailable", 2),
+    "a budget by expressions": one(
+        *BUDGET, "spec selector", {"matchExpressions": [{"key": "a", "operator": "DoesNotExist"}]}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", FINE.values(), ids=FINE)
+def test_what_is_fine_is_not_told(change: Break) -> None:
+    manifests = overlay("production").copy()
+    change(manifests)
+    assert told(manifests) == []
+
+
+def test_a_budget_for_a_single_pod_is_a_note() -> None:
+    found = told(overlay("single-gpu"))
+    assert [(finding.rule, finding.level) for finding in found] == [("budgets", "note")] * 2
+    assert "keeps the only pod" in found[0].what
+
+
+def test_every_rule_is_broken_once() -> None:
+    assert {case[1] for case in BROKEN.values()} == NAMES
+
+
+def test_the_settings_of_the_demo_are_compared() -> None:
+    manifests = overlay("demo").copy()
+    assert [finding for finding in told(manifests) if finding.level == "error"] == []
+    edited("cluster replicas", 3)(manifests)
+    (finding,) = (finding for finding in told(manifests) if finding.level == "error")
+    assert "cluster.replicas is 3, there 2" in finding.what
