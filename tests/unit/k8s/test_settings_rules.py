@@ -209,6 +209,7 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
         "by subPath",
         "mount the whole volume at /etc/warmkv/tenants",
     ),
+    "no hook": (worker(f"{BOX} lifecycle"), "drain_hook", f"{WORKER}.lifecycle", "may take 120 s", "warmkv k8s drain"),
     "a budget": (
         one(*BUDGET, "spec minAvailable", 4),
         "budgets",

@@ -59,7 +59,7 @@ def settings_file(rendered: RenderedManifests) -> Told:
                 continue
             if differing:
                 what = f"it differs from the Serve document, which is what runs: {'; '.join(differing)}"
-                todo = f"change {SETTINGS_KEY} beside the kustomization, then `warmkv k8s render -c {SETTINGS_KEY}`"
+                todo = f"`warmkv k8s render -c {SETTINGS_KEY}` beside the kustomization; change {SETTINGS_KEY} only"
                 yield where, what, todo
 
 
@@ -67,9 +67,9 @@ def _read(text: str) -> Config:
     """Read settings as pods do. Raises ConfigError."""
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a date that is none
         raise ConfigError(f"it is not YAML: {error}") from None
-    if not isinstance(tree, dict | None):
+    if tree is not None and not (isinstance(tree, dict) and all(isinstance(key, str) for key in tree)):
         raise ConfigError(f"expected a mapping of sections, got {type(tree).__name__}")
     return parse(tree or {})
 
@@ -112,7 +112,7 @@ def ports(rendered: RenderedManifests) -> Told:
                     todo = f"set containerPort to {port}, or gateway.port to {number}, and render again"
                     yield f"{group.where}.ports[{SERVE_PORT}]", f"the port is {number}, and {listens}", todo
             for probe in PROBES:
-                for asked in _probed(group, probe, config.gateway.route_prefix):
+                for asked in sorted(set(_probed(group, probe, config.gateway.route_prefix))):
                     if asked != port:
                         what = f"it asks port {asked}, and {listens}: the pod would never pass"
                         yield f"{group.where}.{probe}", what, f"let it ask port {port}"
@@ -254,7 +254,21 @@ def tenants_mount(rendered: RenderedManifests) -> Told:
                 yield f"{group.where}.volumeMounts[{mount.get('name')}]", what, todo
 
 
-# --- evictions
+# --- ends and evictions
+
+
+def drain_hook(rendered: RenderedManifests) -> Told:
+    """Find worker pods without a hook that drains them: SIGTERM ends Ray, and with it every stream, at once."""
+    for service, config in rendered.configured:
+        if not (drain := config.cluster.drain_seconds):
+            continue
+        for group in service.workers:
+            if not _mapping(group.box.get("lifecycle")).get("preStop"):
+                what = (
+                    f"nothing drains the pod before it ends, and streams may take {drain:g} s (cluster.drain_seconds)"
+                )
+                todo = "run `warmkv k8s drain` as a preStop hook, as the base does, or set cluster.drain_seconds to 0"
+                yield f"{group.where}.lifecycle", what, todo
 
 
 def budgets(rendered: RenderedManifests) -> Told:
@@ -322,4 +336,12 @@ def _mappings(value: object) -> list[Object]:
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
-SETTINGS_RULES: tuple[Rule, ...] = (settings_file, ports, route_timeouts, written_files, tenants_mount, budgets)
+SETTINGS_RULES: tuple[Rule, ...] = (
+    settings_file,
+    ports,
+    route_timeouts,
+    written_files,
+    tenants_mount,
+    drain_hook,
+    budgets,
+)

@@ -49,6 +49,7 @@ apiVersion: ray.io/v1
 kind: RayService
 metadata: {name: warmkv, namespace: warmkv}
 spec:
+  rayClusterDeletionDelaySeconds: 120
   serveConfigV2: ""
   rayClusterConfig:
     rayVersion: 2.60.0
@@ -77,7 +78,7 @@ spec:
       template:
         metadata: {labels: {app: warmkv, part: replica}}
         spec:
-          terminationGracePeriodSeconds: 60
+          terminationGracePeriodSeconds: 90
           nodeSelector: {nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}
           volumes:
           - {name: tenants, secret: {secretName: warmkv-tenants}}
@@ -90,6 +91,7 @@ spec:
             volumeMounts:
             - {name: tenants, mountPath: /etc/warmkv/tenants}
             - {name: blocks, mountPath: /var/warmkv}
+            lifecycle: {preStop: {exec: {command: [warmkv, k8s, drain]}}}
             resources:
               limits: {cpu: "4", memory: 16Gi, nvidia.com/gpu: "1"}
 """

@@ -172,7 +172,7 @@ def killed_early(good: Overlay) -> None:
 
 
 def killed_while_others_start(good: Overlay) -> None:
-    good.box["lifecycle"] = {"preStop": {"exec": {"command": ["warmkv", "k8s", "drain"]}}}
+    good.pod["terminationGracePeriodSeconds"] = 60
 
 
 def deleted_early(good: Overlay) -> None:
@@ -253,10 +253,10 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (unknown_model, "memory_fits", "RayService/warmkv", "sizes of nobody/knows-it are not known", "--model"),
     (disk_not_mounted, "disk_tier", BOX, "nothing is mounted at prefix_cache.disk.path, /var/warmkv/blocks", "mount"),
     (disk_too_small, "disk_tier", f"{POD}.volumes[blocks]", "has 4.00 GiB, and the disk tier takes 8.00 GiB", "8Gi"),
-    (killed_early, "grace_periods", f"{POD}.termination", "killed after 60 s, and its replicas may take 72", "92"),
+    (killed_early, "grace_periods", f"{POD}.termination", "killed after 90 s, and its replicas may take 102", "122"),
     (killed_while_others_start, "grace_periods", f"{POD}.termination", "60 s, and its replicas may take 70", "90"),
-    (deleted_early, "grace_periods", "spec.rayClusterDeletionDelay", "after 45 s, and pods of the group h100", "60"),
-    (killed_by_default, "grace_periods", f"{POD}.termination", "killed after 30 s, and its replicas may take 40", "60"),
+    (deleted_early, "grace_periods", "spec.rayClusterDeletionDelay", "after 45 s, and pods of the group h100", "90"),
+    (killed_by_default, "grace_periods", f"{POD}.termination", "killed after 30 s, and its replicas may take 70", "90"),
     (no_tenants, "tenants", "gateway", "no tenants are configured", "tenants_file"),
     (everybody, "tenants", "gateway.allow_open", "every key is accepted", "tenants_file"),
     (nobody, "tenants", "gateway.host", "reached from within the pod only", "0.0.0.0"),
