@@ -26,6 +26,7 @@ from warmkv.platform.listening import check_listening
 from warmkv.platform.operator_key import with_operator
 from warmkv.platform.tenants_file import Tenants
 from warmkv.replicas.loading.adapters import check_adapter
+from warmkv.replicas.loading.tokenizer import model_path
 
 PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those that Linux gives to whoever names none
 
@@ -69,10 +70,11 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise FileNotFoundError for a path without a model and for what cannot be a hub name; loading checks the rest.
+    """Raise FileNotFoundError for a path without a model and for a name that the hub does not have.
 
-    Raises AdapterError for a folder with an adapter.
+    Loading checks the rest. Raises AdapterError for a folder with an adapter.
     """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
 
     path = Path(model.path)
@@ -84,6 +86,13 @@ def check_model(model: ModelConfig) -> None:
             validate_repo_id(model.path)
         except HFValidationError:
             raise FileNotFoundError(f"{model.path} is neither a folder nor a hub name (model.path)") from None
+        cached = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+        if not (Path(model_path(model)).exists() or isinstance(cached, str)):
+            try:  # here, since a replica would try for minutes
+                hf_hub_download(model.path, "config.json", revision=model.revision)
+            except Exception as error:
+                why = (str(error).splitlines() or [type(error).__name__])[0]
+                raise FileNotFoundError(f"{model.path} (model.path) cannot be had from the hub: {why}") from None
 
 
 def check_access_log(path: Path) -> None:

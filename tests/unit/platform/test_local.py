@@ -7,6 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
+import pytest
+
+from warmkv.config import ModelConfig
+from warmkv.platform.local import check_model
+
 START = """
 from warmkv.config import Config
 from warmkv.platform.local import StartError, start_ray
@@ -26,3 +32,19 @@ def test_a_ray_that_does_not_start_is_one_error_with_the_place_of_its_logs(tmp_p
     told = subprocess.run([sys.executable, "-c", START], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout.startswith("Ray did not start: ")
     assert told.stdout.strip().endswith(f"its logs are in {no_folder}/ray/session_latest/logs")
+
+
+def test_a_name_that_the_hub_does_not_have_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str, file: str, revision: str | None) -> str:
+        raise OSError(f"404 for {name}/{file} of {revision}\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
+    says = r"some/model \(model.path\) cannot be had from the hub: 404 for some/model/config.json of main$"
+    with pytest.raises(FileNotFoundError, match=says):
+        check_model(ModelConfig(path="some/model", revision="main"))
+
+
+def test_a_name_that_is_in_the_cache_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("it is there"))
+    check_model(ModelConfig(path="some/model"))
