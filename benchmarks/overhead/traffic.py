@@ -17,7 +17,9 @@ def requests_of(count: int, model: str, seed: int = 0) -> list[RequestRecord]:
     draw, root = random.Random(seed), chain_root(b"race")
     prompts: list[list[int]] = [[] for _ in range(CONVERSATIONS)]
     found: list[RequestRecord] = []
-    blank = RequestRecord("", 0.0, "t", model, "chat", "full", BLOCK, 0, 16, (), status="ok", max_tokens=16)
+    blank = RequestRecord(
+        "", 0.0, "t", model, "chat", "full", BLOCK, 0, 16, (), status="ok", max_tokens=16, replica="replica"
+    )
     for number in range(count):
         at = draw.randrange(CONVERSATIONS)
         if len(prompts[at]) > 16 * TURN:

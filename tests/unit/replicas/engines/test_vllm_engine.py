@@ -70,7 +70,7 @@ class Setup:
     def flushed(self) -> None:
         self.flushes += 1
 
-    async def generate(self, llm: Any, request: Any, salt: str, eos_ids: Any) -> AsyncIterator[Any]:
+    async def generate(self, llm: Any, request: Any, salt: str, eos_ids: Any, priority: int) -> AsyncIterator[Any]:
         self.sent.append((request, salt))
         queue = self.outputs.setdefault(request.id, asyncio.Queue())
         try:
