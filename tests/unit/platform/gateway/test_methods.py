@@ -78,7 +78,7 @@ def test_head_keeps_an_answer_to_its_request(tmp_path: Path) -> None:
                 return [*found, session.get(urls[0], timeout=PATIENCE)]
 
         answers = await asyncio.to_thread(ask)
-        await server.close(PATIENCE, server._stop)
+        await server.close(PATIENCE, lambda: pytest.fail("nothing is to be given up"))
         return answers
 
     *heads, last = asyncio.run(run())
