@@ -12,7 +12,7 @@ MERGE = "tag:yaml.org,2002:merge"
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Raises ConstructorError, a YAMLError, at a key that its mapping has already."""
+    """Raise ConstructorError, a YAMLError, at a key that its mapping has already."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Return a mapping; what it merges from others by `<<` it may have itself."""

@@ -75,6 +75,7 @@ def check_model(model: ModelConfig) -> None:
     Loading checks the rest. Raises AdapterError for a folder with an adapter.
     """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import RemoteEntryNotFoundError
     from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
 
     path = Path(model.path)
@@ -90,7 +91,9 @@ def check_model(model: ModelConfig) -> None:
         if not (Path(model_path(model)).exists() or isinstance(cached, str)):
             try:  # here, since a replica would try for minutes
                 hf_hub_download(model.path, "config.json", revision=model.revision)
-            except Exception as error:
+            except RemoteEntryNotFoundError:  # it is there, and loading tells what it is instead of a model
+                return
+            except OSError as error:
                 why = (str(error).splitlines() or [type(error).__name__])[0]
                 raise FileNotFoundError(f"{model.path} (model.path) cannot be had from the hub: {why}") from None
 

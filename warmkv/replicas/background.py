@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Background:
-    """Holds tasks of an event loop that are to go on until `cancel`, or to return."""
+    """Hold tasks of an event loop that are to go on until `cancel`, or to return."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[Any]] = {}

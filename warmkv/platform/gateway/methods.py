@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class HeadAsGet:
-    """ASGI middleware: answers HEAD with the status and the headers that GET has, and no body (RFC 9110, 9.3.2)."""
+    """Answer HEAD, as ASGI middleware, with the status and the headers that GET has, and no body (RFC 9110, 9.3.2)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -11,7 +11,10 @@ from warmkv.platform.kubernetes.rendered import RenderedManifests
 
 @dataclass(frozen=True, slots=True)
 class RuleFinding:
-    """Something about manifests. An error must be mended; a note says what is not set yet, or could not be checked."""
+    """Tell something about manifests.
+
+    An error must be mended; a note says what is not set yet, or could not be checked.
+    """
 
     rule: str
     where: str

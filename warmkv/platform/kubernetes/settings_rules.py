@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from warmkv.config import Config, ConfigError, parse
+from warmkv.config import Config, ConfigError, parse, strict_yaml
 from warmkv.platform.document import NOT_ON_THE_HEAD
 from warmkv.platform.kubernetes.findings import Rule, Told
 from warmkv.platform.kubernetes.references import references_of
@@ -66,7 +66,7 @@ def settings_file(rendered: RenderedManifests) -> Told:
 def _read(text: str) -> Config:
     """Read settings as pods do. Raises ConfigError."""
     try:
-        tree = yaml.safe_load(text)
+        tree = strict_yaml.load(text)
     except (yaml.YAMLError, ValueError) as error:  # a date that is none
         raise ConfigError(f"it is not YAML: {error}") from None
     if tree is not None and not (isinstance(tree, dict) and all(isinstance(key, str) for key in tree)):

@@ -58,7 +58,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _rotation(file: Path) -> tuple[str, int]:
-    """Name and number, as of access.jsonl.2, so that higher numbers come first and the file that is written last."""
+    """Return name and number, as of access.jsonl.2, so that higher numbers come first and what is written last."""
     name, number = re.fullmatch(r"(.*?)(?:\.(\d+))?(?:\.gz)?", file.name, re.DOTALL).groups()  # type: ignore[union-attr]
     return name, -int(number or 0)
 
@@ -109,7 +109,7 @@ def _as_utf8(file: Any, stack: ExitStack) -> Any:
 
 
 class Digest:
-    """SHA-256 that a thread of its own computes, beside whoever parses the same bytes."""
+    """Compute SHA-256 in a thread of its own, beside whoever parses the same bytes."""
 
     def __init__(self) -> None:
         self._sha256, self._thread = hashlib.sha256(), ThreadPoolExecutor(1, "sha256")
@@ -127,7 +127,7 @@ class Digest:
 
 
 class Hashed(io.RawIOBase):
-    """A file whose bytes are hashed as they are read, each once, though it may be read from its beginning again."""
+    """Read a file and hash its bytes, each once, though it may be read from its beginning again."""
 
     def __init__(self, raw: io.RawIOBase, digest: Digest) -> None:
         self._raw, self._digest, self._at, self._hashed = raw, digest, 0, 0

@@ -8,7 +8,7 @@ CODE = "context_length_exceeded"
 
 
 class PromptTooLongError(ApiError):
-    """The refusal of a prompt of so many `tokens`, of which `most` fit; `field` is where its API has the prompt.
+    """Refuse a prompt of so many `tokens`, of which `most` fit; `field` is where its API has the prompt.
 
     Where the prompt was not counted to its end (`exact` is False) it has more.
     """

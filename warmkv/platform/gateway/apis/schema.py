@@ -96,7 +96,7 @@ OTHER_CONTENT = {
 
 
 class TextContent(Body):
-    """Base of texts within content: content of another kind is refused by name."""
+    """Hold a text within content: content of another kind is refused by name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,6 +108,7 @@ class TextContent(Body):
 
 
 def text_only(kind: str) -> str:
+    """Return the refusal of content of another kind."""
     return f"this server's model takes text only, no {kind}"
 
 

@@ -33,7 +33,7 @@ Work = Callable[[bytes, Any], T]  # of a body and a tokenizer that no other thre
 
 
 class LackingError(Exception):
-    """Work that lacks something: it is done again once `fetch` has brought it. No thread waits meanwhile."""
+    """Tell that work lacks something: it is done again once `fetch` has brought it. No thread waits meanwhile."""
 
     def __init__(self, fetch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ Tools = Sequence[Mapping[str, Any]]  # as chat templates take them
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools that the model is shown, and how it may call them.
+    """Hold the tools that the model is shown, and how it may call them.
 
     Calls are limited to the tools named in `allowed`, unless that is None, and those of the tools named in `strict`
     satisfy their schemas. A `forced` answer is nothing but calls: one call where it is to be a `single` one.

@@ -21,7 +21,7 @@ BYTES_PER_TOKEN = 4  # of usual text; with fewer in a context nothing is counted
 
 
 class Prompts:
-    """Makes prompts of at most `max_context` tokens. Threads share it; each brings a tokenizer of its own.
+    """Make prompts of at most `max_context` tokens. Threads share it; each brings a tokenizer of its own.
 
     `format_` tells which end of a prompt belongs to the answer.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from warmkv.config import Config, Prices
+from warmkv.config import Config
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
 from warmkv.prefixes import breakpoints
@@ -42,24 +42,11 @@ def of(jobs: Jobs, served: Ints, lifetimes: Lifetimes, config: Config) -> Bills:
     for (tenant, model), own in usages.items():
         tenants[tenant] = tenants.get(tenant, 0.0) + price(own, prices[model]).total
     usage, dollars, uncached = together(usages.values(), lifetimes), 0.0, 0.0
-    for alike, models in _by_prices(prices):
-        own = together([each for (_, model), each in usages.items() if model in models], lifetimes)
-        dollars += price(own, alike).total
-        uncached += price(Usage(input=own.prompt, output=own.output), alike).total
+    for model, own_prices in prices.items():
+        own = together([each for (_, name), each in usages.items() if name == model], lifetimes)
+        dollars += price(own, own_prices).total
+        uncached += price(Usage(input=own.prompt, output=own.output), own_prices).total
     return Bills(usage, dollars, uncached, tenants)
-
-
-def _by_prices(prices: Mapping[str, Prices]) -> list[tuple[Prices, list[str]]]:
-    """Return models that have the same prices together."""
-    found: list[tuple[Prices, list[str]]] = []
-    for model, own in prices.items():
-        for alike, models in found:
-            if alike == own:
-                models.append(model)
-                break
-        else:
-            found.append((own, [model]))
-    return found
 
 
 def by_tenant_and_model(jobs: Jobs, served: Ints, lifetimes: Lifetimes) -> Mapping[tuple[str, str], Usage]:

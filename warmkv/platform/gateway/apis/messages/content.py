@@ -202,7 +202,7 @@ SERVER_TOOLS = ("advisor_", "code_execution_", "mcp_toolset", "tool_search_tool_
 
 
 class Tool(Markable):
-    """A tool that the client describes. Those that Anthropic describes, or runs, are refused by their type.
+    """Describe a tool in the client's own words. Those that Anthropic describes, or runs, are refused by their type.
 
     With `defer_loading` the model does not see it before a result refers to it. The input of calls of a `strict` one
     satisfies its schema.

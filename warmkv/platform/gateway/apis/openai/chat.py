@@ -62,7 +62,7 @@ class Function(Body):
 
 
 class ChatTool(Body):
-    """A function of the client; of tools that others define, or run, this server has none."""
+    """Describe a function of the client; of tools that others define, or run, this server has none."""
 
     type: Literal["function"]
     function: Function
@@ -88,7 +88,7 @@ class ChosenFunction(Body):
 
 
 class NamedChoice(Body):
-    """The one tool that must be called."""
+    """Name the one tool that must be called."""
 
     type: Literal["function"]
     function: ChosenFunction
@@ -100,7 +100,7 @@ class AllowedTools(Body):
 
 
 class AllowedChoice(Body):
-    """Those of the tools that may be called, or of which one must be; the model is shown all."""
+    """Name those of the tools that may be called, or of which one must be; the model is shown all."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
