@@ -22,6 +22,7 @@ if not __package__:  # started as a file
 if TYPE_CHECKING:
     from benchmarks.report import Figure
 
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 RACES = ("decision", "tree", "directory", "simulated", "live")
 
 
@@ -34,6 +35,7 @@ class Run:
     cores: float = 0.25  # that each of its replicas may use; 0 for as many as there are
     seed: int = 0
     races: tuple[str, ...] = RACES
+    traces: Path = TRACES  # of the recorded sessions
     quick: bool = False
 
 
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "simulated" in run.races:
         from benchmarks.routing import simulated
 
-        simulated.race(run.repeats, run.seed, run.quick, results, say)
+        simulated.race(run.repeats, run.seed, run.quick, run.traces, results, say)
     if "live" in run.races:
         from benchmarks.routing import live
 
@@ -73,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = _figures(run, results.measured)
     if path is not None:
         commit = os.environ.get("WARMKV_COMMIT") or machine.commit()
-        settings = {name: getattr(run, name) for name in run.__slots__}
+        settings = {name: getattr(run, name) for name in run.__slots__ if name != "traces"}
         report.write(path, report.document(identity, machine.versions(), commit, settings, figures, results.notes))
     title = f"routing race: {run.blocks:,} blocks on {run.replicas} replicas"
     report.show(title + (" (quick: too small for figures)" if run.quick else ""), figures, results.notes)
@@ -99,13 +101,14 @@ def _figures(run: Run, measured: dict[str, list[float]]) -> list[Figure]:
 def _simulated_figures(measured: dict[str, list[float]]) -> list[Figure]:
     """Return medians of TTFT ratios to the peers' rules, sessions by sessions; to the prefix router's with targets."""
     from benchmarks.report import figure, ratios
-    from benchmarks.routing.simulated import BOUND, CASES, PEERS
+    from benchmarks.routing.simulated import AGENTS, BOUND, CASES, PEERS
 
     targets = {"zipf": (0.9, 0.8), "pressure": (0.7, 0.6)}  # p50 and p99
     found = []
-    for case in CASES:
+    for case in (*CASES, *(name for name in AGENTS if f"affinity_{name}_ttft_p50_ms" in measured)):
         ideal = measured.get(f"prefix_cost_{case}_hit_rate_of_ideal", [])
-        found.append(figure(f"simulated_hit_rate_of_ideal_{case}", ideal, 0.98, "higher"))
+        over_vllm = case in CASES and CASES[case].engine == "vllm"
+        found.append(figure(f"simulated_hit_rate_of_ideal_{case}", ideal, 0.98 if over_vllm else None, "higher"))
         for quantile, target in zip(("p50", "p99"), targets.get(case, (None, None)), strict=True):
             ours = measured.get(f"prefix_cost_{case}_ttft_{quantile}_ms", [])
             for peer in PEERS:
@@ -117,6 +120,8 @@ def _simulated_figures(measured: dict[str, list[float]]) -> list[Figure]:
                         "lower",
                     )
                 )
+            if case not in CASES:
+                continue
             bound = measured.get(f"{BOUND}_{case}_ttft_{quantile}_ms", [])
             theirs = measured.get(f"affinity_{case}_ttft_{quantile}_ms", [])
             found.append(figure(f"simulated_bound_{quantile}_vs_affinity_{case}", ratios(bound, theirs), None, "lower"))
@@ -153,10 +158,13 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Run, Path | None]:
     parser.add_argument(
         "--cores", type=float, metavar="N", help="of each replica of the live race (0.25); 0: they share all"
     )
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="where recorded sessions of agents lie")
     parser.add_argument("--seed", type=int, help="of prompts and order (0)")
     options = parser.parse_args(arguments)
     run = Run(blocks=20_000, repeats=2, rounds=1, races=RACES[:4], quick=True) if options.quick else Run()
-    given = {name: getattr(options, name) for name in ("blocks", "replicas", "repeats", "rounds", "cores", "seed")}
+    given = {
+        name: getattr(options, name) for name in ("blocks", "replicas", "repeats", "rounds", "cores", "traces", "seed")
+    }
     if options.only:
         run = replace(run, races=tuple(race for race in RACES if race in options.only))
     run = replace(run, **{name: value for name, value in given.items() if value is not None})

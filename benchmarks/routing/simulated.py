@@ -1,7 +1,9 @@
-"""Our rule against those of Ray Serve LLM's routers in the simulator: replicas over vLLM from idle to overload.
+"""Our rule against those of Ray Serve LLM's routers in the simulator: from idle to overload, over both engines.
 
 The live race takes minutes for one load, and two cores cannot keep several replicas busy. Here all rules route the
-same closed-loop sessions to four simulated replicas with vLLM's one pool of blocks.
+same closed-loop sessions to four simulated replicas: over vLLM, which has one pool of blocks, and over the own engine,
+whose replicas fetch prefixes from each other under our rule. Recorded sessions of coding agents follow, if they are
+there.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -24,20 +27,58 @@ from warmkv.policies import routing
 from warmkv.policies.routing import View
 from warmkv.prefixes.hashing import block_hashes
 from warmkv.prefixes.record import RequestRecord
+from warmkv.simulator import traces
 from warmkv.simulator.steps.costs import StepCost, StepTimes
 from warmkv.simulator.studies.replays.replay import run
 from warmkv.simulator.studies.replays.variants import Variant
-from warmkv.simulator.workload.requests import FollowUp
+from warmkv.simulator.workload.requests import FollowUp, of_trace
 
 BLOCK, TOKENS_PER_LINE = 32, 10
 CACHE_TOKENS = 11_000  # of a replica: 32 MiB of the shipped model's
 STEP = StepCost(0.012, 0.0004, 2e-7)  # about the shipped model's on a quarter of a core
-CASES: dict[str, tuple[Traffic, float]] = {  # sessions, and how many begin in a second
-    "zipf_idle": (TRAFFIC, 3.0),
-    "zipf": (TRAFFIC, 18.0),
-    "hot": (replace(TRAFFIC, hottest=HOTTEST), 24.0),
-    "pressure": (replace(TRAFFIC, prompts=120), 9.0),  # three times what all caches hold
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Sessions, and the replicas that serve them."""
+
+    traffic: Traffic
+    rate: float  # sessions that begin in a second
+    engine: str = "vllm"
+    memory: float = 1.0  # bytes of stored prefixes, as a share of CACHE_TOKENS
+
+    def config(self, replicas: int = REPLICAS) -> Config:
+        """Return the service: so many replicas, which together hold as much as REPLICAS do."""
+        pool = CACHE_TOKENS * REPLICAS // replicas * 6 * 2 * 2 * 32 * 4
+        # Over vLLM both are one pool; the own engine has slots beside what it stores.
+        slots, stored = (pool // 2, pool // 2) if self.engine == "vllm" else (pool, int(self.memory * pool))
+        return parse(
+            {
+                "engine": {"kind": self.engine, "kv_bytes": slots},
+                "prefix_cache": {"block_size": BLOCK, "memory_bytes": stored, "default_ttl": "1h"},
+                "cluster": {"replicas": replicas},
+                "simulator": {
+                    "model": {"layers": 6, "kv_heads": 2, "head_dim": 32, "dtype_bytes": 4},
+                    "index_delay": 0.02,
+                },
+            }
+        )
+
+
+CASES = {
+    "zipf_idle": Case(TRAFFIC, 3.0),
+    "zipf": Case(TRAFFIC, 18.0),
+    "hot": Case(replace(TRAFFIC, hottest=HOTTEST), 24.0),
+    "pressure": Case(replace(TRAFFIC, prompts=120), 9.0),  # three times what all caches hold
+    "own_zipf": Case(TRAFFIC, 18.0, "warmkv"),
+    "own_hot": Case(replace(TRAFFIC, hottest=HOTTEST), 24.0, "warmkv"),
+    "own_pressure": Case(replace(TRAFFIC, prompts=120), 9.0, "warmkv"),
+    "own_half": Case(TRAFFIC, 9.0, "warmkv", memory=0.5),
 }
+AGENTS = {"agents": 64, "agents_pressure": 24}
+"""GiB of stored prefixes of a replica that serves recorded sessions of coding agents."""
+AGENT_SESSIONS = "agentic_coding_60_sessions.jsonl.gz"
+AGENT_STEP = StepCost(0.006, 40e-6, 2e-9)  # about those of 8B parameters on a large GPU
 MATCH_RATE = 0.1  # of a prompt below which the prefix router looks for the emptiest replica
 
 Sessions = tuple[list[RequestRecord], dict[int, FollowUp]]
@@ -106,22 +147,59 @@ BOUND = "bound"
 holds."""
 
 
-def race(repeats: int, seed: int, quick: bool, results: Results, say: Callable[[str], None]) -> None:
-    """Replay every case under all rules."""
-    for case, (traffic, rate) in CASES.items():
+def race(repeats: int, seed: int, quick: bool, folder: Path, results: Results, say: Callable[[str], None]) -> None:
+    """Replay every case under all rules, then the recorded sessions if they are in the folder of traces."""
+    for name, case in CASES.items():
         for repeat in range(repeats):
-            shape = replace(traffic, rate=rate, sessions=20 if quick else 300)
+            shape = replace(case.traffic, rate=case.rate, sessions=20 if quick else 300)
             records, turns = sessions(shape, seed + repeat)
-            ideal, _ = _outcome(records, turns, "prefix_cost", AT_ONCE, replicas=1)
-            _, ttft = _outcome(what_is_left(records, turns), turns, BOUND, STEP)
-            for quantile in (50, 99):
-                results.add(f"{BOUND}_{case}_ttft_p{quantile}_ms", float(np.percentile(ttft, quantile)) * 1e3)
-            for rule in ("prefix_cost", *PEERS):
-                rate_found, ttft = _outcome(records, turns, rule, STEP)
-                results.add(f"{rule}_{case}_hit_rate_of_ideal", rate_found / ideal)
-                for quantile in (50, 99):
-                    results.add(f"{rule}_{case}_ttft_p{quantile}_ms", float(np.percentile(ttft, quantile)) * 1e3)
-        say(f"simulated: {case} replayed")
+            ideal, _ = outcome(records, turns, "prefix_cost", AT_ONCE, case.config(1))
+            left = what_is_left(records, turns, case)
+            _measure(name, records, turns, STEP, case.config(), ideal, left, results)
+        say(f"simulated: {name} replayed")
+    path = folder / AGENT_SESSIONS
+    if quick or not path.exists():
+        say(f"simulated: {path.name} is left out")
+        return
+    trace = traces.read(path)
+    for name, gib in AGENTS.items():
+        requests = of_trace(trace, of_agents(REPLICAS, gib))
+        ideal, _ = outcome(requests.records, requests.turns, "prefix_cost", AT_ONCE, of_agents(1, REPLICAS * gib))
+        _measure(name, requests.records, requests.turns, AGENT_STEP, of_agents(REPLICAS, gib), ideal, None, results)
+        say(f"simulated: {name} replayed")
+
+
+def _measure(
+    case: str,
+    records: Sequence[RequestRecord],
+    turns: Mapping[int, FollowUp],
+    times: StepTimes,
+    config: Config,
+    ideal: float,
+    left: Sequence[RequestRecord] | None,
+    results: Results,
+) -> None:
+    """Replay sessions under all rules, and what is `left` of them under the bound."""
+    found = {rule: outcome(records, turns, rule, times, config) for rule in ("prefix_cost", *PEERS)}
+    if left is not None:
+        found[BOUND] = outcome(left, turns, BOUND, times, config)
+    for rule, (rate, ttft) in found.items():
+        if rule != BOUND:
+            results.add(f"{rule}_{case}_hit_rate_of_ideal", rate / ideal)
+        for quantile in (50, 99):
+            results.add(f"{rule}_{case}_ttft_p{quantile}_ms", float(np.percentile(ttft, quantile)) * 1e3)
+
+
+def of_agents(replicas: int, gib: int) -> Config:
+    """Return the service for the recorded sessions: the own engine with the KV of 8B parameters."""
+    return parse(
+        {
+            "engine": {"kv_bytes": 100 << 30, "max_slots": 64},
+            "prefix_cache": {"memory_bytes": gib << 30, "default_ttl": "1h"},
+            "cluster": {"replicas": replicas},
+            "simulator": {"model": {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype_bytes": 2}},
+        }
+    )
 
 
 def sessions(traffic: Traffic, seed: int) -> Sessions:
@@ -148,9 +226,9 @@ def sessions(traffic: Traffic, seed: int) -> Sessions:
     return records, turns
 
 
-def what_is_left(records: Sequence[RequestRecord], turns: dict[int, FollowUp]) -> list[RequestRecord]:
+def what_is_left(records: Sequence[RequestRecord], turns: Mapping[int, FollowUp], case: Case) -> list[RequestRecord]:
     """Return requests of the tokens that these compute where all memory is one cache; none shares a prefix."""
-    jobs = run(records, settings(1), Variant(), AT_ONCE, turns=turns).jobs
+    jobs = run(records, case.config(1), Variant(), AT_ONCE, turns=turns).jobs
     left = []
     for record, job in zip(records, jobs, strict=True):
         tokens = record.input_tokens - job.reused
@@ -159,33 +237,15 @@ def what_is_left(records: Sequence[RequestRecord], turns: dict[int, FollowUp]) -
     return left
 
 
-def settings(replicas: int) -> Config:
-    """Return the service: so many replicas that together hold as much as all."""
-    half = CACHE_TOKENS * REPLICAS // replicas * 6 * 2 * 2 * 32 * 4 // 2
-    return parse(
-        {
-            "engine": {"kind": "vllm", "kv_bytes": half},
-            "prefix_cache": {"block_size": BLOCK, "memory_bytes": half, "default_ttl": "1h"},
-            "cluster": {"replicas": replicas},
-            "simulator": {
-                "model": {"layers": 6, "kv_heads": 2, "head_dim": 32, "dtype_bytes": 4},
-                "index_delay": 0.02,
-            },
-        }
-    )
-
-
-def _outcome(
-    records: Sequence[RequestRecord],
-    turns: dict[int, FollowUp],
-    rule: str,
-    times: StepTimes,
-    replicas: int = REPLICAS,
+def outcome(
+    records: Sequence[RequestRecord], turns: Mapping[int, FollowUp], rule: str, times: StepTimes, config: Config
 ) -> tuple[float, Sequence[float]]:
-    """Return the share of prompt tokens that were reused, and the seconds to the first tokens."""
+    """Return the share of prompt tokens that were reused, and the seconds to the first tokens.
+
+    Requests longer than what a replica can hold are refused under every rule, and left out.
+    """
     with _ruled_by(rule):
-        jobs = run(records, settings(replicas), Variant(), times, turns=turns).jobs
-    assert all(job.replica for job in jobs)
+        jobs = [job for job in run(records, config, Variant(), times, turns=turns).jobs if job.replica]
     return sum(job.reused for job in jobs) / sum(job.prompt for job in jobs), [job.first - job.arrival for job in jobs]
 
 

@@ -19,6 +19,7 @@ BEHIND = 1e9  # blocks: more than anything else costs
 PREFILL_WEIGHT = 0.5  # blocks that each counts as which is still to compute for a request in flight
 QUEUE_WEIGHT = 8.0  # blocks that a request which waits for a decode slot counts as, beside its load
 RECENT_WEIGHT = 0.1  # blocks of prefill that having been given all work of late counts as
+ROOM_WEIGHT = 0.5  # blocks of prefill that each counts as which a replica has to store, beside computing or fetching it
 FETCH_SHARE = 0.25  # of the cost of a fetch that counts however busy the replicas are
 HOST_CREDIT = 0.75  # worth of a warm block in host memory; 1 on the device
 DISK_CREDIT = 0.25  # worth of a warm block on disk
@@ -113,7 +114,7 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
             cost -= gain
         else:
             device, _, held = depths
-            cost -= device if device == held else blocks_saved(depths)
+            cost -= (device if device == held else blocks_saved(depths)) + ROOM_WEIGHT * held
             if held <= poor:
                 cost -= gain - each * held
         costs.append(cost)

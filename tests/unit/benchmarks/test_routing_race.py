@@ -33,6 +33,7 @@ def test_a_quick_run_measures_decisions_the_tree_and_the_directory(tmp_path, mon
     assert figures["tree_match_microseconds_p50"]["value"] > 0
     assert figures["simulated_ttft_p50_vs_affinity_pressure"]["value"] > 0
     assert figures["simulated_ttft_p99_vs_kv_aware_hot"]["value"] > 0
+    assert figures["simulated_ttft_p50_vs_affinity_own_half"]["value"] > 0
     for where in ("index", "directory"):
         assert figures[f"{where}_bytes_per_block"]["value"] > 16
 
@@ -111,16 +112,17 @@ def test_the_kv_aware_rule_goes_by_blocks_to_compute_and_distinct_blocks_in_use(
 
 
 def test_the_bound_computes_what_one_cache_of_all_the_memory_lacks_and_nothing_twice():
-    shape = replace(simulated.CASES["pressure"][0], rate=9.0, sessions=20)
+    case = simulated.CASES["pressure"]
+    shape = replace(case.traffic, rate=9.0, sessions=20)
     records, turns = simulated.sessions(shape, 1)
-    left = simulated.what_is_left(records, turns)
-    rate, _ = simulated._outcome(records, turns, "prefix_cost", simulated.AT_ONCE, replicas=1)
+    left = simulated.what_is_left(records, turns, case)
+    rate, _ = simulated.outcome(records, turns, "prefix_cost", simulated.AT_ONCE, case.config(1))
     asked = sum(record.input_tokens for record in records)
     assert sum(record.input_tokens for record in left) == pytest.approx((1 - rate) * asked)
-    reused, ttft = simulated._outcome(left, turns, simulated.BOUND, simulated.STEP)
+    reused, ttft = simulated.outcome(left, turns, simulated.BOUND, simulated.STEP, case.config())
     assert reused == 0
     for rule in ("prefix_cost", *PEERS):
-        assert np.mean(ttft) <= np.mean(simulated._outcome(records, turns, rule, simulated.STEP)[1])
+        assert np.mean(ttft) <= np.mean(simulated.outcome(records, turns, rule, simulated.STEP, case.config())[1])
 
 
 @pytest.mark.parametrize("peer", PEERS)

@@ -209,7 +209,7 @@ def test_what_was_given_counts_less_and_less(given, before):
 
 
 def test_what_is_warm_or_can_be_fetched_is_not_computed():
-    routing = dispatcher(overload=1)
+    routing = dispatcher(load_weight=50)
     routing.index.add("a", pack(HASHES[:60]))
     assert [routing.choose(str(turn), HASHES, ["a", "b"]).order[0] for turn in range(2)] == ["a", "b"]
     assert routing.in_flight.prefill == {"a": 40, "b": 40}

@@ -37,16 +37,17 @@ def test_the_warm_replica_wins():
 
 
 def test_warmth_is_weighed_against_load():
-    assert order(device(b=9), {"b": 2}, load_weight=4.0, transfer=False)[0] == "b"  # 1 + 8 against 10
-    assert order(device(b=9), {"b": 3}, load_weight=4.0, transfer=False)[0] == "a"  # 1 + 12 against 10
+    settings = {"load_weight": 4.0, "transfer": False, "ROOM_WEIGHT": 0.5}
+    assert order(device(b=9), {"b": 3}, **settings)[0] == "b"  # 1.5 + 12 against 15
+    assert order(device(b=9), {"b": 4}, **settings)[0] == "a"  # 1.5 + 16 against 15
 
 
 def test_what_can_be_fetched_is_weighed_against_load():
-    settings = {"load_weight": 3.3}
-    assert order(device(b=8), {"b": 1}, **settings)[0] == "b"  # 2 + 3.3 against 2 + 2 + 4
-    assert order(device(b=8), {"b": 2}, **settings)[0] == "a"  # 2 + 6.6 against 2 + 2 + 4
-    assert order(device(b=7), {"b": 2}, **settings)[0] == "b"  # too few blocks to fetch: 3 + 6.6 against 10
-    assert order({"b": (0, 0, 8)}, {"b": 1}, **settings, DISK_CREDIT=1)[0] == "b"  # nobody fetches from a disk
+    settings = {"load_weight": 3.4, "ROOM_WEIGHT": 0.5}
+    assert order(device(b=8), {"b": 2}, **settings)[0] == "b"  # 3 + 6.8 against 2 + 2 + 4 + 5
+    assert order(device(b=8), {"b": 3}, **settings)[0] == "a"  # 3 + 10.2 against 2 + 2 + 4 + 5
+    assert order(device(b=7), {"b": 3}, **settings)[0] == "b"  # too few blocks to fetch: 4.5 + 10.2 against 15
+    assert order({"b": (0, 0, 8)}, {"b": 3}, **settings, DISK_CREDIT=1)[0] == "b"  # nobody fetches from a disk
 
 
 def test_a_session_that_the_request_names_decides_where_all_else_is_equal():
@@ -63,21 +64,29 @@ def test_a_session_that_the_request_names_decides_where_all_else_is_equal():
 def test_a_block_in_a_slower_tier_saves_less():
     assert blocks_saved((2, 6, 10)) == 2 + 0.75 * 4 + 0.25 * 4
     warm = {"a": (0, 0, 10), "b": (0, 6, 6), "c": (4, 4, 4)}
-    assert order(warm, HOST_CREDIT=1.0, DISK_CREDIT=0.5) == ["b", "a", "c"]  # 6, 5 and 4 blocks
-    assert order(warm, HOST_CREDIT=0.5, DISK_CREDIT=0.0) == ["c", "b", "a"]  # 4, 3 and 0
+    assert order(warm, HOST_CREDIT=1.0, DISK_CREDIT=0.5, ROOM_WEIGHT=0.0) == ["b", "a", "c"]  # 6, 5 and 4 blocks
+    assert order(warm, HOST_CREDIT=0.5, DISK_CREDIT=0.0, ROOM_WEIGHT=0.0) == ["c", "b", "a"]  # 4, 3 and 0
+    assert order(warm, HOST_CREDIT=0.5, DISK_CREDIT=0.0, ROOM_WEIGHT=1.0) == ["a", "b", "c"]  # 10, 9 and 8
+
+
+def test_a_block_that_is_stored_twice_takes_the_room_of_another():
+    """Of two replicas as warm in memory, the one with the rest on its disk need not store it again."""
+    warm = {"a": (4, 4, 4), "b": (4, 4, 10)}
+    assert order(warm, DISK_CREDIT=0.0, transfer=False)[0] == "b"
+    assert order(warm, DISK_CREDIT=0.0, transfer=False, ROOM_WEIGHT=0.0) == ["a", "b", "c"]
 
 
 def test_waiting_for_a_slot_costs_more_than_decoding():
-    settings = {"load_weight": 1.0, "QUEUE_WEIGHT": 9.0, "slots": 2}
+    settings = {"load_weight": 1.0, "QUEUE_WEIGHT": 9.0, "ROOM_WEIGHT": 0.0, "slots": 2}
     assert order(device(b=9), {"b": 2}, **settings)[0] == "b"  # 1 + 2 against 10
     assert order(device(b=9), {"b": 3}, **settings)[0] == "a"  # 1 + 3 + 9 against 10
 
 
 def test_prompts_that_are_computed_before_cost_time():
-    settings = {"load_weight": 0.0, "PREFILL_WEIGHT": 0.5, "transfer": False}
+    settings = {"load_weight": 0.0, "PREFILL_WEIGHT": 0.5, "ROOM_WEIGHT": 0.5, "transfer": False}
     assert order(prefill={"a": 1, "b": 2}, **settings) == ["c", "a", "b"]
-    assert order(device(b=9), prefill={"b": 17}, **settings)[0] == "b"  # 1 + 8.5 against 10
-    assert order(device(b=9), prefill={"b": 19}, **settings)[0] == "a"  # 1 + 9.5 against 10
+    assert order(device(b=9), prefill={"b": 26}, **settings)[0] == "b"  # 1.5 + 13 against 15
+    assert order(device(b=9), prefill={"b": 28}, **settings)[0] == "a"  # 1.5 + 14 against 15
 
 
 def test_an_overloaded_replica_goes_last_however_warm():
@@ -163,8 +172,14 @@ def test_every_replica_is_ranked_once_whatever_the_policy(policy, warm, load, tu
     st.floats(0, 1),
 )
 def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, recent, slots, transfer, idle_share):
-    weights = {"load_weight": 0.5, "QUEUE_WEIGHT": 2.0, "PREFILL_WEIGHT": 0.25, "RECENT_WEIGHT": 3.0}
-    settings = {**weights, "overload": 6, "transfer": transfer}
+    constants = {
+        "load_weight": 0.5,
+        "QUEUE_WEIGHT": 2.0,
+        "PREFILL_WEIGHT": 0.25,
+        "RECENT_WEIGHT": 3.0,
+        "ROOM_WEIGHT": 0.75,
+    }
+    settings = {**constants, "load_weight": 0.5, "overload": 6, "transfer": transfer}
     ranking = order(
         warm, load, blocks=50, slots=slots, prefill=prefill, recent=recent, idle_share=idle_share, **settings
     )
@@ -179,6 +194,7 @@ def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, rec
         overloaded = idle_share * (busy - min(load.get(name, 0) for name in REPLICAS)) >= 6
         waiting = idle_share * 2.0 * max(0, busy - slots) + idle_share * 0.25 * prefill.get(replica, 0)
         share = recent.get(replica, 0.0) / max(1.0, sum(recent.values()))
+        left += 0.75 * (50 - depths[2])
         return overloaded, left + idle_share * 0.5 * busy + waiting + 3.0 * share
 
     costs = [cost(replica) for replica in ranking]
@@ -188,9 +204,9 @@ def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, rec
 
 
 def test_an_idle_replica_fetches_a_hot_prefix_that_keeps_another_one_busy():
-    """Half of the replicas are busy, with requests that share 100 blocks and have 65 left to compute."""
-    busy = {"prefill": {"a": 65}, "idle_share": 0.5, "blocks": 100}
-    assert order(device(a=100), {"a": 6}, **busy)[0] != "a"
+    """Half of the replicas are busy, with requests that share 100 blocks and have 200 left to compute."""
+    busy = {"prefill": {"a": 200}, "idle_share": 0.5, "blocks": 100}
+    assert order(device(a=100), {"a": 12}, **busy)[0] != "a"
     assert order(device(a=100), {"a": 2}, **busy | {"prefill": {"a": 13}})[0] == "a"
 
 
