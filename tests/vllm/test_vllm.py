@@ -179,6 +179,30 @@ def test_a_tenant_waits_for_one_request_of_another_who_asked_for_much(replica: R
     assert not len(replica.engine._waiting)
 
 
+def test_of_those_that_wait_the_one_whose_prompt_is_warm_begins_first(replica: Replica):
+    """Four long answers decode, a cold prompt waits for one of them to end, and then a warm one as long."""
+    numbers, begun = random.Random(31), list[str]()
+    warm = numbers.choices(range(5, 250), k=130)
+    replica.answer(replica.request(warm, marks={130: "5m"}))
+    replica.run(replica.heard())
+
+    async def ask() -> None:
+        async def answer(name: str, tokens: list[int], new: int) -> None:
+            def told(event: Event) -> None:
+                if isinstance(event, Started):
+                    begun.append(name)
+
+            request = replica.request(tokens, new, ignore_eos=True)
+            await asyncio.wait([replica.outputs.submit(request, told).ended])
+
+        long = [answer("long", numbers.choices(range(5, 250), k=10), 40) for _ in range(4)]
+        cold = answer("cold", numbers.choices(range(5, 250), k=130), 4)
+        await asyncio.gather(*long, cold, answer("warm", [*warm, 7], 4))
+
+    replica.run(ask())
+    assert begun == ["long"] * 4 + ["warm", "cold"]
+
+
 def test_a_prefix_with_a_mark_is_kept_warm_and_another_is_evicted(replica: Replica):
     """Five times what the cache holds comes between two requests for each."""
     numbers = random.Random(23)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Tag = tuple[float, int]
-"""Where a request begins in virtual time, and the order of arrival: the least tag is next."""
+"""Where a request begins in virtual time, later by its delay, and the order of arrival: the least tag is next."""
 
 NO_TAG: Tag = (0.0, 0)
 
@@ -25,8 +25,8 @@ class FairQueue(Generic[Item]):
     __slots__ = ("_entries", "_finish", "_now", "_order")
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[float, int, Item, str, float]] = deque()
-        """In the order in which they would be taken: start tag, order of arrival, request, tenant, work."""
+        self._entries: deque[tuple[float, int, Item, str, float, float]] = deque()
+        """In the order in which they would be taken: tag, order of arrival, request, tenant, work, delay."""
         self._finish: dict[str, float] = {}  # by tenant, where its last request ends in virtual time
         self._now = 0.0  # virtual time: the start tag of the request that was taken last
         self._order = 0
@@ -39,10 +39,12 @@ class FairQueue(Generic[Item]):
         for entry in self._entries:
             yield entry[2]
 
-    def push(self, item: Item, tenant: str, work: float, *, behind_next: bool = False) -> Tag:
+    def push(self, item: Item, tenant: str, work: float, *, behind_next: bool = False, delay: float = 0.0) -> Tag:
         """Let a request of a tenant wait; `work` is what serving it will take. Return its tag.
 
-        With `behind_next` it comes after the one that is next now, whatever its tenant has been given.
+        With `behind_next` it comes after the one that is next now, whatever its tenant has been given. Requests that
+        come later may pass it if they begin less than `delay` after it in virtual time: less work of its own tenant, or
+        of each other one, comes before it. What tenants are charged does not depend on it.
         """
         start = max(self._now, self._finish.get(tenant, 0.0))
         entries = self._entries
@@ -50,15 +52,16 @@ class FairQueue(Generic[Item]):
             start = max(start, entries[0][0])
         self._finish[tenant] = start + work
         self._order += 1
-        if entries and start < entries[-1][0]:
-            insort(entries, (start, self._order, item, tenant, work))
+        tag = start + delay
+        if entries and tag < entries[-1][0]:
+            insort(entries, (tag, self._order, item, tenant, work, delay))
         else:
-            entries.append((start, self._order, item, tenant, work))
-        return start, self._order
+            entries.append((tag, self._order, item, tenant, work, delay))
+        return tag, self._order
 
     def put_back(self, item: Item, tenant: str, tag: Tag) -> None:
         """Let a request that was taken wait again with the tag that it had. Its work was charged then."""
-        insort(self._entries, (*tag, item, tenant, 0.0))
+        insort(self._entries, (*tag, item, tenant, 0.0, tag[0]))
 
     def peek(self) -> Item:
         """Return the next request; it stays. Raises IndexError if none waits."""
@@ -66,8 +69,8 @@ class FairQueue(Generic[Item]):
 
     def pop(self) -> Item:
         """Take the next request out. Raises IndexError if none waits."""
-        start, _, item, _, _ = self._entries.popleft()
-        self._now = max(self._now, start)
+        tag, _, item, _, _, delay = self._entries.popleft()
+        self._now = max(self._now, tag - delay)
         self._forget()
         return item
 
@@ -88,7 +91,7 @@ class FairQueue(Generic[Item]):
         self._forget()
         return True
 
-    def _remove(self, item: Item) -> tuple[float, int, Item, str, float] | None:
+    def _remove(self, item: Item) -> tuple[float, int, Item, str, float, float] | None:
         for at, found in enumerate(self._entries):
             if found[2] is item:
                 del self._entries[at]

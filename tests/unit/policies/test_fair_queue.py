@@ -75,6 +75,31 @@ def test_tags_tell_the_order_and_never_fall_behind_what_was_taken(steps):
             taken = tags[queue.pop()]
 
 
+@given(st.integers(0, 500), st.lists(st.tuples(st.sampled_from("abc"), WORK, st.integers(0, 500)), max_size=60))
+def test_less_work_of_each_tenant_than_its_delay_and_one_request_passes_a_request(delay, later):
+    queue: FairQueue[int] = FairQueue()
+    queue.push(-1, "a", 10, delay=delay)
+    for number, (tenant, work, its_delay) in enumerate(later):
+        queue.push(number, tenant, work, delay=its_delay)
+    passed = dict.fromkeys("abc", 0)
+    while (number := queue.pop()) >= 0:
+        tenant, work, _ = later[number]
+        passed[tenant] += work
+    assert max(passed.values()) <= delay + max((work for _, work, _ in later), default=0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), WORK, st.integers(0, 300)), min_size=1), st.integers(0, 99))
+def test_what_tenants_are_charged_does_not_depend_on_delays(requests, takes):
+    queue, same = FairQueue[int](), FairQueue[int]()
+    for number, (tenant, work, delay) in enumerate(requests):
+        queue.push(number, tenant, work, delay=delay)
+        same.push(number, tenant, work)
+    assert queue._finish == same._finish
+    for _ in range(min(takes, len(requests) - 1)):
+        same.take(queue.pop())
+    assert queue._finish == same._finish
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), WORK), min_size=1), st.data())
 def test_who_is_put_back_is_where_it_was_and_not_charged_twice(requests, data):
     queue: FairQueue[int] = FairQueue()

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from warmkv.policies.contents import Contents, contents_of
 from warmkv.policies.keep_warm import KeepWarm, KeptPrefix
@@ -112,6 +113,11 @@ class PrefixLedger:
             self._names[key].add(name)
             self._own[name] = key
         return cache_salt(request.root, self._generations.get(request.root, 0))
+
+    def lacking_tokens(self, request: GenerateRequest) -> int:
+        """Return the tokens of a prompt that vLLM would compute now."""
+        leading = takewhile(self._published.__contains__, request.hashes)
+        return len(request.token_ids) - sum(self._size for _ in leading)
 
     def began(self, request: GenerateRequest, found: int, begun: float) -> Reading:
         """Take note of a prompt that is computed, of which vLLM `found` so many tokens; `begun` is when it began.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher
 
 from warmkv.config import Config, ConfigError, EngineConfig
-from warmkv.policies import memory_plan
+from warmkv.policies import batching, memory_plan
 from warmkv.policies.contents import Contents
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Lifetimes
@@ -145,8 +145,9 @@ class VllmEngine:
             self._completions.begin(now)
             self._steps.turned = now
         work = len(request.token_ids) + request.sampling.max_tokens
-        (start, _) = self._waiting.push(request, request.tenant, work)
-        self._tasks[request.id] = task = asyncio.create_task(self._answer(request, emit, int(start)))
+        delay = batching.delay(self.store.lacking_tokens(request))
+        (tag, _) = self._waiting.push(request, request.tenant, work, delay=delay)
+        self._tasks[request.id] = task = asyncio.create_task(self._answer(request, emit, int(tag)))
         task.add_done_callback(partial(self._ended, request))
 
     def cancel(self, request_id: str) -> None:
@@ -332,9 +333,9 @@ class VllmEngine:
                 request = GenerateRequest(
                     f"touch-{next(numbers)}", prefix.token_ids, (), SamplingParams(1, 0.0), PolicySpec()
                 )
-                (start, _) = self._waiting.push(request, request.tenant, 0)
+                (tag, _) = self._waiting.push(request, request.tenant, 0)
                 try:
-                    async for _ in generate(self._llm, request, salt, (), int(start)):
+                    async for _ in generate(self._llm, request, salt, (), int(tag)):
                         pass
                     self._touched += 1
                 except Exception:

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from warmkv.config import EngineConfig
+from warmkv.policies import batching
 from warmkv.policies.contents import Contents
 from warmkv.policies.fair_queue import NO_TAG, FairQueue, Tag
 from warmkv.policy_spec import PolicySpec
@@ -188,9 +189,11 @@ class SimulatedReplica:
             self._expected -= 1
         else:
             self.in_flight += 1
+        delay = 0
         if self._pool is not None:
             job.names = (*self.cache.names(job.blocks), *job.generated)
-        job.tag = self.waiting.push(job, job.tenant, job.prompt + job.allowed)  # fair by tokens
+            delay = batching.delay(job.prompt - self.cache.resident(job.blocks) * job.block_size)
+        job.tag = self.waiting.push(job, job.tenant, job.prompt + job.allowed, delay=delay)  # fair by tokens
         self._engine.arrived(job, now)
 
     def _blocks_came(self, now: float) -> None:

@@ -4,6 +4,7 @@ there where something is.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 from hypothesis import given
@@ -112,6 +113,8 @@ def test_reads_and_writes_are_those_of_the_replica_s_own_rules(asks, late: bool,
         vllm.now += seconds
         marks = {at: ttl for at, ttl in marks.items() if at <= len(tokens)}
         request = asked(tokens, marks, tenant, other)
+        known = sum(1 for _ in takewhile(vllm.directory.__contains__, request.hashes))
+        assert vllm.ledger.lacking_tokens(request) == len(tokens) - known * SIZE
         own.expire(vllm.now)
         match = own.match(request.hashes, request.reads, SIZE, vllm.now)
         own.release(match)

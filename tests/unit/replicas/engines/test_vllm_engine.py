@@ -16,6 +16,7 @@ from tests.polling import PATIENCE
 from tests.unit.replicas.conftest import make_request
 from warmkv.config import EngineConfig, PrefixCacheConfig, parse
 from warmkv.models import tiny
+from warmkv.policies.batching import PASSED_WORK
 from warmkv.policies.keep_warm import KeptPrefix
 from warmkv.policies.memory_plan import ModelSizes
 from warmkv.policies.prefix_cache import Lifetimes
@@ -56,6 +57,7 @@ class Setup:
         self.outputs: dict[str, asyncio.Queue[Any]] = {}
         self.aborted: list[str] = []
         self.sent: list[Any] = []
+        self.priorities: list[int] = []
         self.llm = SimpleNamespace(errored=False, shutdown=lambda: None)
         monkeypatch.setattr(vllm_engine, "generate", self.generate)
         config = EngineConfig(kind="vllm", **settings)
@@ -72,6 +74,7 @@ class Setup:
 
     async def generate(self, llm: Any, request: Any, salt: str, eos_ids: Any, priority: int) -> AsyncIterator[Any]:
         self.sent.append((request, salt))
+        self.priorities.append(priority)
         queue = self.outputs.setdefault(request.id, asyncio.Queue())
         try:
             while True:
@@ -344,5 +347,26 @@ def test_a_prefix_is_touched_by_a_request_of_one_token_that_nobody_is_billed_for
         assert here.engine.stats().waiting == 0
         assert not work.done()
         work.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_that_is_warm_passes_one_that_is_not(monkeypatch):
+    async def scenario() -> None:
+        here = Setup(monkeypatch)
+        monkeypatch.setattr(here.engine.store, "lacking_tokens", lambda request: len(request.token_ids) - warm)
+        warm = 0
+        here.ask("cold", 40, new=8)
+        here.ask("short", 20, new=8)
+        warm = 32
+        here.ask("warm", 40, new=8)
+        await turns()
+        cold, short, warm_one = here.priorities
+        assert warm_one < short < cold
+        assert cold == PASSED_WORK * 40
+        for name in ("cold", "short", "warm"):
+            here.put(name, output(EOS, finish="stop"))
+        await turns()
+        assert not len(here.engine._waiting)
 
     asyncio.run(scenario())
