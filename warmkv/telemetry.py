@@ -108,6 +108,12 @@ LIVE_CONFIG_CHANGE = Metric(
 TENANTS_READ = Metric(
     "warmkv_tenants_read", "counter", "Tenants files read anew by a gateway: taken, refused", "files", ("result",)
 )
+TENANTS_REFUSED = Metric(
+    "warmkv_tenants_file_refused",
+    "gauge",
+    "1 while a gateway refuses the tenants file as it is, 0 while the file is in force",
+    "files",
+)
 # Recorded by every replica, about once a second.
 DECODING = Metric("warmkv_decoding_requests", "gauge", "Requests that are decoding", "requests")
 WAITING = Metric("warmkv_waiting_requests", "gauge", "Requests that wait in a replica", "requests")
@@ -288,7 +294,7 @@ WHATIF_ROUNDS = Metric(
 
 REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, MISSED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
 LIVE_CONFIG = (LIVE_CONFIG_VERSION, LIVE_CONFIG_CHANGE)
-GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, *LIVE_CONFIG, TENANTS_READ)
+GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, *LIVE_CONFIG, TENANTS_READ, TENANTS_REFUSED)
 RESIDENCY = (BLOCK_LIFETIME, BLOCK_IDLE, REUSE_GAP)
 STORE = (STORED_BLOCKS, PREFIX_BYTES, PREFIX_LIMIT_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS, *RESIDENCY)
 COMPRESSION = (

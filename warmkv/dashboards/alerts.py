@@ -261,9 +261,9 @@ ALERTS = (
         "WarmkvTenantsRefused",
         "warning",
         "0m",
-        _grew(t.TENANTS_READ, 60, '{result="refused"}'),
-        "A tenants file was refused",
-        "Gateways of {{ $labels.application }} could not take the tenants file; the last valid one stays in force.",
+        f"max by (application) ({t.TENANTS_REFUSED.exported}) > 0",
+        "The tenants file is refused",
+        "Gateways of {{ $labels.application }} cannot take the tenants file; the last valid one stays in force.",
     ),
     Alert(
         "WarmkvVersionsDiffer",

@@ -62,7 +62,11 @@ HEALTHY = {
     "rejected": [series(t.REJECTED, "0+60x180", reason="requests_per_minute")],
     "retried": [series(t.RETRIED, "0+1x180", when="waiting")],
     "failed": [series(t.FAILED, "0+1x180", fault="request"), series(t.FAILED, "4x180", fault="memory")],
-    "tenants": [series(t.TENANTS_READ, "0+1x180", result="taken"), series(t.TENANTS_READ, "2x180", result="refused")],
+    "tenants": [  # refused from minute 150 to 175, and mended
+        series(t.TENANTS_READ, "2x149 3x30", result="refused"),
+        series(t.TENANTS_REFUSED, "0x149 1x24 0x5", replica="g1"),
+        series(t.TENANTS_REFUSED, "0x180", replica="g2"),
+    ],
     "slots": [
         series(t.KV_BYTES, "95x180", use="slots", replica="r1"),
         series(t.KV_BYTES, "3x180", use="workspace", replica="r1"),
@@ -114,7 +118,7 @@ SICK: dict[str, dict[str, list[dict[str, str]]]] = {
     "WarmkvIndexStale": {"staleness": observed(t.STALENESS, 8)},
     "WarmkvRouterLost": {"following": [series(t.FOLLOWING, "1x120 0x60", shard="0", replica="g1")]},
     "WarmkvDirectoryFull": {"left out": [series(t.DIRECTORY_LEFT_OUT, "0+2x180", shard="0")]},
-    "WarmkvTenantsRefused": {"tenants": [series(t.TENANTS_READ, "_x174 1x6", result="refused")]},
+    "WarmkvTenantsRefused": {"tenants": [series(t.TENANTS_REFUSED, "0x174 1x5", replica="g1")]},
     "WarmkvVersionsDiffer": {
         "version": [
             series(t.LIVE_CONFIG_VERSION, "3x120 4x60", replica="g1"),

@@ -80,6 +80,7 @@ def create_app(
 
     def tenants_read(outcome: Outcome) -> None:
         service.recorder.add(telemetry.TENANTS_READ, 1, result=outcome)
+        service.recorder.set(telemetry.TENANTS_REFUSED, outcome == "refused")
 
     tenants = Tenants(config.gateway, secret, tenants_read)
     limits = TenantLimiter(config, service.clock, service.wall_clock)
