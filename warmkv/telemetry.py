@@ -291,6 +291,13 @@ WHATIF_WINDOW = Metric("warmkv_whatif_window_requests", "gauge", "Requests that 
 WHATIF_ROUNDS = Metric(
     "warmkv_whatif_rounds", "counter", "Rounds of replays: done, stopped by load, failed", "rounds", ("result",)
 )
+WHATIF_FAILED = Metric(
+    "warmkv_whatif_failed_in_a_row",
+    "gauge",
+    "Failures since the last success, of the what-if service's loops: replays, autopilot",
+    "rounds",
+    ("loop",),
+)
 
 REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, MISSED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
 LIVE_CONFIG = (LIVE_CONFIG_VERSION, LIVE_CONFIG_CHANGE)
@@ -329,7 +336,7 @@ WHATIF_FIGURES = {
     "gpu_dollars_per_million_tokens": WHATIF_GPU_DOLLARS,
     "quality": WHATIF_QUALITY,
 }
-WHATIF = (*WHATIF_FIGURES.values(), WHATIF_RANK, WHATIF_ERROR, WHATIF_WINDOW, WHATIF_ROUNDS)
+WHATIF = (*WHATIF_FIGURES.values(), WHATIF_RANK, WHATIF_ERROR, WHATIF_WINDOW, WHATIF_ROUNDS, WHATIF_FAILED)
 ALL: tuple[Metric, ...] = (*GATEWAY, *REPLICA, *TRANSFER, *ROUTER, *DIRECTORY, *WHATIF)
 
 

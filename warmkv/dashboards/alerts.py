@@ -234,6 +234,15 @@ ALERTS = (
         "{{ $value | humanizePercentage }} of the cost, the bill or the memory of prefixes.",
     ),
     Alert(
+        "WarmkvWhatIfFails",
+        "warning",
+        "10m",
+        f"max by (application, loop) ({t.WHATIF_FAILED.exported}) > 2",
+        "What-if rounds fail one after the other",
+        "The what-if service of {{ $labels.application }} failed {{ $value }} times in a row ({{ $labels.loop }}): "
+        "what it shows is old, and the autopilot does nothing.",
+    ),
+    Alert(
         "WarmkvIndexStale",
         "warning",
         "10m",

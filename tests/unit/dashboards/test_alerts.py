@@ -86,6 +86,10 @@ HEALTHY = {
         series(t.WHATIF_RANK, "2x180", candidate="now"),
         series(t.WHATIF_RANK, "3x180", candidate="worse"),
     ],
+    "failing": [  # a restart of the control actor
+        series(t.WHATIF_FAILED, "0x169 1 2 3 3 0x6", loop="replays"),
+        series(t.WHATIF_FAILED, "2x180", loop="autopilot"),
+    ],
     "lines": [series(t.DROPPED_LINES, "5x180", log="access"), series(t.DROPPED_LINES, "0+9x180", log="errors")],
 }
 """Series by the minute, by what they are about."""
@@ -115,6 +119,7 @@ SICK: dict[str, dict[str, list[dict[str, str]]]] = {
             series(t.CACHED_TOKENS, "0+4000x120 480000+100x60", policy="full", model="m"),
         ]
     },
+    "WarmkvWhatIfFails": {"failing": [series(t.WHATIF_FAILED, "0x149 1+1x30", loop="replays")]},
     "WarmkvIndexStale": {"staleness": observed(t.STALENESS, 8)},
     "WarmkvRouterLost": {"following": [series(t.FOLLOWING, "1x120 0x60", shard="0", replica="g1")]},
     "WarmkvDirectoryFull": {"left out": [series(t.DIRECTORY_LEFT_OUT, "0+2x180", shard="0")]},

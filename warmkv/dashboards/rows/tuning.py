@@ -106,6 +106,7 @@ WHAT_IF = PanelRow(
             [(level(t.WHATIF_ERROR, ("figure",)), "{{figure}}")],
             least=-1,
             top=2,
+            width=6,
         ),
         Graph(
             "Quality",
@@ -113,6 +114,7 @@ WHAT_IF = PanelRow(
             "percentunit",
             _predicted(t.WHATIF_QUALITY),
             colors=MEASURED,
+            width=6,
             none="Give an evaluation: control.whatif.quality",
         ),
         Graph(
@@ -128,6 +130,15 @@ WHAT_IF = PanelRow(
             "cpm",
             [(f"{rate(t.WHATIF_ROUNDS, ('result',))} * 60", "{{result}}")],
             width=4,
+        ),
+        Graph(
+            "Failed in a row",
+            "Rounds of replays, and decisions of the autopilot, that failed since the last one that did not: "
+            "GET /v1/warmkv/whatif says why.",
+            "short",
+            [(level(t.WHATIF_FAILED, ("loop",)), "{{loop}}")],
+            width=4,
+            decimals=0,
         ),
     ),
 )

@@ -166,14 +166,19 @@ class WhatIf:
 
     async def run(self) -> None:
         """Replay round after round, until cancelled."""
+        failed = 0  # in a row
         while True:
             try:
                 await self.turn()
                 self._fault = ""
+                if self._clock() >= self._rests_until:  # a round that load stopped might have failed
+                    failed = 0
             except Exception as error:  # whatever it is, the next round may do better
                 self._state, self._fault = "failed", f"{type(error).__name__}: {error}"
                 self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="failed")
+                failed += 1
                 log.error("what-if: a round failed: %s", self._fault)
+            self._recorder.set(telemetry.WHATIF_FAILED, failed, loop="replays")
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def turn(self) -> None:
