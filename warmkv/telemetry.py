@@ -139,6 +139,13 @@ EVICTED_BLOCKS = Metric(
 EXPIRED_BLOCKS = Metric(
     "warmkv_expired_blocks", "counter", "Prefix blocks and tails that outlived their TTL", "blocks", ("tier",)
 )
+LOST_BLOCKS = Metric(
+    "warmkv_lost_blocks",
+    "counter",
+    "Prefix blocks and tails that a tier lost: damaged on disk, or not brought into it",
+    "blocks",
+    ("tier",),
+)
 PREFIX_BYTES = Metric(
     "warmkv_prefix_bytes", "gauge", "Bytes of stored prefixes by tier: device, host, disk", "bytes", ("tier",)
 )
@@ -303,7 +310,7 @@ REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, MISSED_TOKENS, RETRIED, TTF
 LIVE_CONFIG = (LIVE_CONFIG_VERSION, LIVE_CONFIG_CHANGE)
 GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, *LIVE_CONFIG, TENANTS_READ, TENANTS_REFUSED)
 RESIDENCY = (BLOCK_LIFETIME, BLOCK_IDLE, REUSE_GAP)
-STORE = (STORED_BLOCKS, PREFIX_BYTES, PREFIX_LIMIT_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS, *RESIDENCY)
+STORE = (STORED_BLOCKS, PREFIX_BYTES, PREFIX_LIMIT_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS, LOST_BLOCKS, *RESIDENCY)
 COMPRESSION = (
     COMPRESSED_PROMPTS,
     COMPRESSED_TOKENS,

@@ -289,6 +289,7 @@ def test_metrics_are_exported_for_prometheus(cluster):
         telemetry.FAILED,
         telemetry.EVICTED_BLOCKS,
         telemetry.EXPIRED_BLOCKS,
+        telemetry.LOST_BLOCKS,
         telemetry.BLOCK_LIFETIME,
         telemetry.BLOCK_IDLE,
         telemetry.TENANTS_READ,

@@ -33,6 +33,8 @@ def record(recorder: telemetry.Recorder, stats: EngineStats, store: StoredPrefix
             counter(telemetry.EXPIRED_BLOCKS, blocks, tier=tier)
         else:
             counter(telemetry.EVICTED_BLOCKS, blocks, tier=tier, reason=why)
+    for tier, blocks in store.lost.items():
+        counter(telemetry.LOST_BLOCKS, blocks, tier=tier)
     for policy, compressed in stats.compressed.items():
         for metric, total in zip(telemetry.COMPRESSION, astuple(compressed), strict=True):
             counter(metric, total, policy=policy)

@@ -65,8 +65,8 @@ class BlockStore:
         self._jobs = Jobs(io_threads or Threads(), wake)
         self._reads = FileReads(self._jobs, self._damaged)
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
-        self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
         tiers = tiers_of(config, identity.shape) if config.enabled else []
+        self.lost = {tier.name: 0 for tier in tiers}  # blocks and tails so far: damaged on disk, not brought there
         self.left = {(tier.name, why): 0 for tier in tiers for why in LEFT}  # blocks and tails so far; keys are fixed
         self.residency = Residency()
         self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
@@ -79,7 +79,7 @@ class BlockStore:
             if place.tier.name == "disk":
                 assert config.disk.path is not None
                 place.folder = disk.claim(config.disk.path, identity, place.tier.storage)
-                self.lost_blocks += disk.restore(place.folder, self.tree, at, clock(), wall_clock())
+                self.lost[place.tier.name] += disk.restore(place.folder, self.tree, at, clock(), wall_clock())
         self._note_restored()
         for path in config.packs if config.enabled else ():
             self._packed_keys |= packs.load(path, identity, self.places, self.tree, self._presence.has, clock())
@@ -389,7 +389,7 @@ class BlockStore:
 
     def _lose(self, key: bytes, tier: int) -> None:
         """Note that a tier has no bytes of a block: it is to be given up there, with what is behind it."""
-        self.lost_blocks += 1
+        self.lost[self.places[tier].tier.name] += 1
         self._lost[tier].add(key)
 
     def _give_up_lost(self) -> None:
