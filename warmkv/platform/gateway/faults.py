@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Mapping
 
 from warmkv import telemetry
-from warmkv.config import GatewayConfig
 from warmkv.logs import LineLimit
 from warmkv.platform.gateway.apis.errors import STATUS, ApiError, from_exception
 
@@ -34,7 +33,7 @@ class ErrorLog:
     refusal for want of room is a warning; what is the service's fault is logged with its traceback.
     """
 
-    def __init__(self, recorder: telemetry.Recorder, config: GatewayConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, recorder: telemetry.Recorder, clock: Callable[[], float]) -> None:
         self._recorder = recorder
         self._limits = {kind: LineLimit(LINES_PER_MINUTE, clock) for kind in STATUS}
 

@@ -101,7 +101,7 @@ class Service:
         self._writers, self._tenant = Writers(), telemetry.Bounded()
         self.history = PromptHistory(tells=config.cluster.gateways > 1)
         self.backlog = Backlog(clock)  # requests without a first token
-        self.faults = ErrorLog(recorder, config.gateway, clock)
+        self.faults = ErrorLog(recorder, clock)
         self.recent = RecentRequests(clock)
         self.take(Version())
 

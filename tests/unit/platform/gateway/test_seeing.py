@@ -179,10 +179,9 @@ def test_paths_have_one_of_few_names():
     assert {api_of(path) for path in ("/", "/v1", "/v1/messages/x", "/healthz", f"/{SECRET}")} == {"other"}
 
 
-def made(now: list[float], **settings: Any) -> tuple[ErrorLog, Counted]:
+def made(now: list[float]) -> tuple[ErrorLog, Counted]:
     seen = Counted()
-    config = load(flags=[f"gateway.{name}={value}" for name, value in settings.items()])
-    return ErrorLog(seen, config.gateway, lambda: now[0]), seen
+    return ErrorLog(seen, lambda: now[0]), seen
 
 
 def test_a_fault_per_request_does_not_fill_a_disk(lines, monkeypatch):
