@@ -10,9 +10,10 @@ from typing import Any
 from pydantic import ByteSize
 
 from warmkv.config import Config
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
+from warmkv.platform.gateway.apis.prompt import render
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import tokenize
+from warmkv.platform.gateway.apis.turns import ContentBlock, Turn
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies.slot_sizes import workspace_bytes
 from warmkv.policy_spec import PolicySpec
