@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.replicas.engine.stats import EngineStats
 from warmkv.replicas.engines.interface import StoredPrefixes
 
 
-def record(recorder: telemetry.Recorder, stats: EngineStats, store: StoredPrefixes) -> None:
+def record(recorder: recorders.Recorder, stats: EngineStats, store: StoredPrefixes) -> None:
     """Set the gauges, count what the totals have grown by since the last call, and observe what came since then."""
     gauge, counter = recorder.set, recorder.grow
     gauge(telemetry.DECODING, stats.decoding)
@@ -41,7 +41,7 @@ def record(recorder: telemetry.Recorder, stats: EngineStats, store: StoredPrefix
     _observe(recorder, store)
 
 
-def _observe(recorder: telemetry.Recorder, store: StoredPrefixes) -> None:
+def _observe(recorder: recorders.Recorder, store: StoredPrefixes) -> None:
     """Record the samples of residency that have come since the last call; the engine's thread adds more meanwhile."""
     residency = store.residency
     while residency.lifetimes:

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.unit.replicas.block_store.harness import BLOCK, TOKEN, Harness, Prompt
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.replicas import metrics
 from warmkv.replicas.block_store.residency import MOST, Residency
 from warmkv.replicas.engine.prompts import Compressions
 from warmkv.replicas.engine.stats import EngineStats
 
 
-class Recorded(telemetry.RayRecorder):
+class Recorded(recorders.RayRecorder):
     """A recorder without Ray."""
 
     def __init__(self) -> None:

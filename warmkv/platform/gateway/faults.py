@@ -6,7 +6,7 @@ import logging
 import traceback
 from collections.abc import Callable
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.logs import LineLimit
 from warmkv.platform.gateway.apis.errors import STATUS, ApiError, from_exception
 
@@ -22,7 +22,7 @@ class ErrorLog:
     refusal for want of room is a warning; what is the service's fault is logged with its traceback.
     """
 
-    def __init__(self, recorder: telemetry.Recorder, clock: Callable[[], float]) -> None:
+    def __init__(self, recorder: recorders.Recorder, clock: Callable[[], float]) -> None:
         self._recorder = recorder
         self._limits = {kind: LineLimit(LINES_PER_MINUTE, clock) for kind in STATUS}
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import Config, WhatIfConfig
 from warmkv.platform import named_actors
 from warmkv.platform.control import RemoteControl
@@ -44,7 +44,7 @@ class WhatIfActor(WhatIf):
 
         control = RemoteControl(application)
         memory = Memory(store_of(start.control), application, time.time())
-        recorder = telemetry.RayRecorder(*telemetry.WHATIF, application=application)
+        recorder = recorders.RayRecorder(*telemetry.WHATIF, application=application)
         super().__init__(
             start,
             settings,

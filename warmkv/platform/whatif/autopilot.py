@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import AutopilotConfig, Config, ConfigError
 from warmkv.platform.control import LiveConfigControl
 from warmkv.platform.live_config import Version, in_force
@@ -52,7 +52,7 @@ class Autopilot:
         table: Callable[[], Awaitable[dict[str, Any]]],
         records: Callable[[], Iterable[RequestRecord]],
         held: Callable[[], Awaitable[Held]],
-        recorder: telemetry.Recorder,
+        recorder: recorders.Recorder,
         wall_clock: Callable[[], float],
     ) -> None:
         self._start, self._settings, self._memory, self._control = start, settings, memory, control

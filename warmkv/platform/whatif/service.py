@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import Config, ConfigError, WhatIfConfig
 from warmkv.platform.live_config import Version, in_force
 from warmkv.platform.live_config_store import StoreError
@@ -62,7 +62,7 @@ class WhatIf:
         versions: Callable[[], Awaitable[Sequence[Version]]],
         held: Callable[[], Awaitable[Held]],
         contents: Callable[[int], Awaitable[Sequence[Contents]]],
-        recorder: telemetry.Recorder,
+        recorder: recorders.Recorder,
         memory: Memory,
         *,
         clock: Callable[[], float],

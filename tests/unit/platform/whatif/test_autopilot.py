@@ -19,7 +19,7 @@ from tests.unit.platform.whatif.test_service import Gauges, InMemory
 from tests.unit.platform.whatif.traffic import OFFSET, evaluated
 from tests.unit.simulator.conversations import config as simulated
 from tests.unit.simulator.conversations import record, run, with_timings
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import AutopilotConfig, Config, ConfigError, load
 from warmkv.platform.control import Report
 from warmkv.platform.live_config import History, StaleVersionError, Version, change, roll_back, values
@@ -491,7 +491,7 @@ def telemetry_of_nobody() -> Any:
         def __getattr__(self, name: str) -> Any:
             return lambda *_, **__: None
 
-    assert hasattr(telemetry.Recorder, "set")
+    assert hasattr(recorders.Recorder, "set")
     return Nobody()
 
 
