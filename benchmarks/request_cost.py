@@ -59,7 +59,7 @@ class Gateway:
 
     def __init__(self, tokenizer: str | None) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in a gateway
-        from warmkv import telemetry
+        from warmkv import recorders, telemetry
         from warmkv.config import load
         from warmkv.platform.gateway.apis import tokens
         from warmkv.platform.gateway.intake import parsing, prompts
@@ -73,7 +73,7 @@ class Gateway:
         self.parts, self.config = Parts(), config
         self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": tokenizer or config.model.path}))
         of = self.parts.of
-        recorder: Any = telemetry.RayRecorder(*telemetry.GATEWAY, application="request_cost")
+        recorder: Any = recorders.RayRecorder(*telemetry.GATEWAY, application="request_cost")
         for name in ("add", "set", "observe"):
             setattr(recorder, name, of("metrics", getattr(recorder, name)))
         for module, name, part in (

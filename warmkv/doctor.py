@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,11 +36,13 @@ class DoctorFinding:
     detail: str
 
 
-def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> Iterator[DoctorFinding]:
+def examine(
+    config: Config, say: Callable[[str], None] = lambda what: None, metrics_port: int = 0
+) -> Iterator[DoctorFinding]:
     """Look at the installation, the settings, the device and the configured model, in this process and without Ray.
 
     What cannot be looked at because something before it is missing or failed is left out. `say` is told what is done
-    next.
+    next. `metrics_port` is that of `warmkv serve`, where it is given one.
     """
     yield DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     servable = True
@@ -53,7 +57,7 @@ def examine(config: Config, say: Callable[[str], None] = lambda what: None) -> I
         yield DoctorFinding(f"extra {extra}", "missing" if lacking else "ok", said)
         servable = servable and not (extra == "serve" and lacking)
     if servable:
-        yield from _examine_settings(config)
+        yield from _examine_settings(config, metrics_port)
         yield from _examine_model(config, say)
 
 
@@ -67,18 +71,23 @@ def _versions(modules: tuple[str, ...]) -> str:
     return ", ".join(found)
 
 
-def _examine_settings(config: Config) -> Iterator[DoctorFinding]:
+def _examine_settings(config: Config, metrics_port: int) -> Iterator[DoctorFinding]:
     """Look at what gateways start from, by the functions of `warmkv serve`."""
     from warmkv.platform.listening import check_listening
     from warmkv.platform.live_config_store import store_of
-    from warmkv.platform.local import check_access_log
+    from warmkv.platform.local import check_access_log, check_metrics_port, with_port
     from warmkv.platform.tenants_file import Tenants
 
     gateway, log, folder = config.gateway, config.gateway.access_log, config.control.path
 
     def listening() -> str:
         check_listening(gateway)
+        with_port(config)
         return f"{gateway.host}:{gateway.port}, {'any key' if gateway.is_open else 'keys of tenants'}"
+
+    def metrics() -> str:
+        check_metrics_port(metrics_port)
+        return f"port {metrics_port} is free"
 
     def tenants() -> str:
         known = Tenants(gateway, b"", lambda outcome: None).status()
@@ -97,6 +106,8 @@ def _examine_settings(config: Config) -> Iterator[DoctorFinding]:
         return f"{folder} can be written"
 
     yield _look("listening", "gateway.host", listening)
+    if metrics_port:
+        yield _look("metrics", "--metrics-port", metrics)
     if not gateway.is_open or gateway.operators:
         yield _look("tenants", "gateway.tenants_file", tenants)
     if log is not None:
@@ -110,7 +121,8 @@ def _look(what: str, setting: str, look: Callable[[], str]) -> DoctorFinding:
     try:
         return DoctorFinding(what, "ok", look())
     except OSError as error:
-        return DoctorFinding(what, "failed", f"cannot use {error.filename} ({setting}): {error.strerror}")
+        named = f"cannot use {error.filename} ({setting}): {error.strerror}" if error.filename else str(error)
+        return DoctorFinding(what, "failed", named)
     except ValueError as error:  # a UserError, or that of the disk tier
         return DoctorFinding(what, "failed", str(error))
 
@@ -127,20 +139,26 @@ def _nothing_left(path: Path) -> Iterator[None]:
                 one.rmdir() if one.is_dir() else one.unlink()
 
 
-def _examine_disk(model: LoadedModel, cache: PrefixCacheConfig) -> Iterator[DoctorFinding]:
-    """Claim a folder of the disk tier, as a replica does at its start, and leave it to the next who does."""
+def _examine_disks(model: LoadedModel, config: Config) -> Iterator[DoctorFinding]:
+    """Claim a folder in each path of a disk tier, as a replica does at its start; one without blocks is removed."""
     from warmkv.replicas.block_store import Identity, disk
 
-    if cache.disk.path is None or not cache.enabled:
-        return
-    path = cache.disk.path
-
-    def claimed() -> str:
-        folder = disk.claim(path, Identity.of(model, cache.block_size), cache.disk.storage)
-        folder.release()
+    def claimed(cache: PrefixCacheConfig, path: Path) -> str:
+        with _nothing_left(path):
+            folder = disk.claim(path, Identity.of(model, cache.block_size), cache.disk.storage)
+            if next(folder.scan(), None) is None:
+                shutil.rmtree(folder.path)
+            folder.release()
         return f"{folder.path} can be written"
 
-    yield _look("disk tier", "prefix_cache.disk.path", claimed)
+    seen = set[Path]()
+    for name, group in config.groups().items():
+        cache, path = group.prefix_cache, group.prefix_cache.disk.path
+        if path is None or not cache.enabled or path in seen:
+            continue
+        seen.add(path)
+        what, place = (f"disk tier of {name}", f"cluster.groups.{name}.") if name else ("disk tier", "")
+        yield _look(what, f"{place}prefix_cache.disk.path", partial(claimed, cache, path))
 
 
 def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[DoctorFinding]:
@@ -179,11 +197,8 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
         yield DoctorFinding("memory plan", "failed", str(error))
         return
     yield DoctorFinding("memory plan", "ok", memory.summary)
-    cache = config.prefix_cache
-    for finding in _examine_disk(model, cache):
-        yield finding
-        if finding.state != "ok":  # the rest is looked at without
-            cache = cache.model_copy(update={"disk": DiskConfig()})
+    yield from _examine_disks(model, config)
+    cache = config.prefix_cache.model_copy(update={"disk": DiskConfig()})  # whose blocks are left alone
     try:
         engine = Engine(model, config.engine, cache, clock=time.monotonic, memory=memory)
         engine.warm_up(say)

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.served.cpu import used_by_title
 from benchmarks.served.load import Server
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.platform.gateway.deployment import Gateway
 from warmkv.replicas.deployment import Replica
 
@@ -23,7 +23,7 @@ SERVING = ("gateway", "replica")
 AGENT = "dashboard/agent.py"  # Ray's process that gathers the metrics of a node
 
 
-class TimedRecorder(telemetry.RayRecorder):
+class TimedRecorder(recorders.RayRecorder):
     """Records, and adds up the CPU seconds of its calls by thread; reading the clock counts as well."""
 
     def __init__(self, *metrics: telemetry.Metric, application: str | None = None) -> None:
@@ -64,7 +64,7 @@ class TimedGateway(Gateway):
     """A gateway that knows what recording costs it."""
 
     def __init__(self, *arguments: Any) -> None:
-        telemetry.RayRecorder = TimedRecorder  # type: ignore[misc]
+        recorders.RayRecorder = TimedRecorder  # type: ignore[misc]
         super().__init__(*arguments)
 
     def recording_seconds(self) -> float:
@@ -76,7 +76,7 @@ class TimedReplica(Replica):
     """A replica that knows what recording costs it."""
 
     def __init__(self, *arguments: Any) -> None:
-        telemetry.RayRecorder = TimedRecorder  # type: ignore[misc]
+        recorders.RayRecorder = TimedRecorder  # type: ignore[misc]
         super().__init__(*arguments)
 
     def recording_seconds(self) -> float:

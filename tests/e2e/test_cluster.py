@@ -289,9 +289,11 @@ def test_metrics_are_exported_for_prometheus(cluster):
         telemetry.FAILED,
         telemetry.EVICTED_BLOCKS,
         telemetry.EXPIRED_BLOCKS,
+        telemetry.LOST_BLOCKS,
         telemetry.BLOCK_LIFETIME,
         telemetry.BLOCK_IDLE,
         telemetry.TENANTS_READ,
+        telemetry.TENANTS_REFUSED,
         telemetry.LIVE_CONFIG_CHANGE,  # test_control changes something
     }
     assert requests.get(f"{cluster.url}/nothing", timeout=PATIENCE).status_code == 404  # an error to count

@@ -30,12 +30,13 @@ RARE = re.compile(
         metric.exported
         for metric in (
             *(telemetry.FAILED, telemetry.PREEMPTED, telemetry.RETRIED, telemetry.REJECTED, telemetry.DROPPED_LINES),
-            *(telemetry.TENANTS_READ, telemetry.BLOCK_IDLE, telemetry.TOUCHED, *telemetry.TRANSFER, *telemetry.WHATIF),
+            *(telemetry.TENANTS_READ, telemetry.TENANTS_REFUSED, telemetry.BLOCK_IDLE, telemetry.LOST_BLOCKS),
+            *(telemetry.TOUCHED, *telemetry.TRANSFER, *telemetry.WHATIF),
         )
     )
 )
-"""Series that appear with a fault, a full queue, a tenants file, little memory, over vLLM, or with blocks that are
-moved; and those of the what-if service, whose data `test_loop` sees."""
+"""Series that appear with a fault, a full queue, a damaged file, a tenants file, little memory, over vLLM, or with
+blocks that are moved; and those of the what-if service, whose data `test_loop` sees."""
 
 
 def ask(cluster: Cluster, text: str, policy: str) -> None:

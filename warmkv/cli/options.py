@@ -102,6 +102,14 @@ class JsonOptions:
 
 FormatOption = Annotated[str | None, typer.Option(help="The trace's format, if its content does not tell.")]
 StrictOption = Annotated[bool, typer.Option("--strict", help="Stop at the first broken row or unrecognised file.")]
+MetricsPortOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="At which Prometheus finds metrics, at all addresses and without a key; 0 takes a free one.",
+    ),
+]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of prompts and synthetic keys and values.")]
 
 

@@ -234,6 +234,15 @@ ALERTS = (
         "{{ $value | humanizePercentage }} of the cost, the bill or the memory of prefixes.",
     ),
     Alert(
+        "WarmkvWhatIfFails",
+        "warning",
+        "10m",
+        f"max by (application, loop) ({t.WHATIF_FAILED.exported}) > 2",
+        "What-if rounds fail one after the other",
+        "The what-if service of {{ $labels.application }} failed {{ $value }} times in a row ({{ $labels.loop }}): "
+        "what it shows is old, and the autopilot does nothing.",
+    ),
+    Alert(
         "WarmkvIndexStale",
         "warning",
         "10m",
@@ -261,9 +270,9 @@ ALERTS = (
         "WarmkvTenantsRefused",
         "warning",
         "0m",
-        _grew(t.TENANTS_READ, 60, '{result="refused"}'),
-        "A tenants file was refused",
-        "Gateways of {{ $labels.application }} could not take the tenants file; the last valid one stays in force.",
+        f"max by (application) ({t.TENANTS_REFUSED.exported}) > 0",
+        "The tenants file is refused",
+        "Gateways of {{ $labels.application }} cannot take the tenants file; the last valid one stays in force.",
     ),
     Alert(
         "WarmkvVersionsDiffer",

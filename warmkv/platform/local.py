@@ -57,16 +57,19 @@ def free_port(host: str) -> int:
     raise OSError(f"no port of {host} from {PORTS[0]} to {PORTS[-1]} is free")
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise OSError if the address cannot be listened on."""
+def check_port(host: str, port: int, named: str = "gateway.host, gateway.port") -> None:
+    """Raise OSError if the address, which the settings `named` give, cannot be listened on."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise OSError(
-                f"{host}:{port} (gateway.host, gateway.port): {error.strerror}; 0 takes a free port"
-            ) from None
+            raise OSError(f"{host}:{port} ({named}): {error.strerror}; 0 takes a free port") from None
+
+
+def check_metrics_port(port: int) -> None:
+    """Raise OSError if Ray cannot show metrics at a port; Ray itself says after half a minute that it is late."""
+    check_port("0.0.0.0", port, "--metrics-port")
 
 
 def check_model(model: ModelConfig) -> None:
@@ -242,7 +245,7 @@ def running(
 ) -> Iterator[Running]:
     """Run the service on a local Ray of its own and stop it at the end. `say` is told how the start goes on.
 
-    Raises OSError where the port is taken, the model folder missing or the log not writable, ConfigError where it
+    Raises OSError where a port is taken, the model folder missing or the log not writable, ConfigError where it
     would be open to other machines or the tenants file cannot be taken, StartError where a replica cannot start.
     """
     check_listening(config.gateway)
@@ -251,6 +254,7 @@ def running(
     if config.gateway.access_log:
         check_access_log(config.gateway.access_log)
     config = with_port(config)
+    check_metrics_port(metrics_port)
     operator_key = secrets.token_urlsafe(32)
     gateway = with_operator(config.gateway, operator_key)
     document = serve_document(config.model_copy(update={"gateway": gateway}))

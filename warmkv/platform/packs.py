@@ -10,16 +10,17 @@ from typing import Any
 from pydantic import ByteSize
 
 from warmkv.config import Config
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
+from warmkv.platform.gateway.apis.prompt import render
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import tokenize
+from warmkv.platform.gateway.apis.turns import ContentBlock, Turn
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.policies.slot_sizes import workspace_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Mark
-from warmkv.replicas.block_store.disk import Folder
-from warmkv.replicas.block_store.identity import Identity
+from warmkv.replicas.block_store import BlockStore, Identity
+from warmkv.replicas.block_store.disk import Folder, lasting_header
 from warmkv.replicas.block_store.packs import PackError
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.engine import Engine
@@ -94,7 +95,7 @@ def build(
         for number, tokens in enumerate(found, 1):
             progress(f"{tenant.name}: prefix {number} of {len(found)}, {len(tokens)} tokens")
             chain = _compute(engine, tokens, tenant, chain_root(tenant.salt, config), cache.default_ttl)
-            written |= engine.store.export(chain, folder)
+            written |= _export(engine.store, chain, folder)
     built = Built(len(found) * len(tenants), total * len(tenants), len(written), sum(written.values()))
     folder.create(tenants=sorted({tenant.name for tenant in tenants}), **asdict(built))
     return built
@@ -124,3 +125,18 @@ def _compute(engine: Engine, tokens: tuple[int, ...], tenant: Tenant, root: byte
     if isinstance(told[-1], Failed):
         raise PackError(f"a prefix of {len(tokens)} tokens could not be computed: {told[-1].message}")
     return hashes if key in hashes else [*hashes, key]
+
+
+def _export(store: BlockStore, chain: Sequence[bytes], folder: Folder) -> dict[bytes, int]:
+    """Write a chain from memory into a pack's folder, to live for good; the bytes by key. Raises PackError."""
+    written = {}
+    for block in store.tree.held(store.tree.find(chain), [0]):
+        packed = store.find(block.key)
+        if packed is not None:
+            held = packed.map(lambda part: part.cpu())
+            marked = block.mark_expires_at > store.clock()
+            folder.write(held, lasting_header(block, packed.storage, marked=marked))
+            written[block.key] = held.nbytes
+    if len(written) < len(chain):
+        raise PackError("memory does not suffice for the pack: raise prefix_cache.memory_bytes")
+    return written

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import DirectoryConfig
 from warmkv.platform import named_actors
 from warmkv.prefixes.index import PrefixIndex, Shard
@@ -245,7 +245,7 @@ class DirectoryActor(PrefixDirectory):
     def __init__(self, config: DirectoryConfig, application: str, shard: Shard) -> None:
         super().__init__(config)
         self._shard = str(shard.number)
-        self._recorder = telemetry.RayRecorder(*telemetry.DIRECTORY, application=application)
+        self._recorder = recorders.RayRecorder(*telemetry.DIRECTORY, application=application)
 
     async def publish(self, replica: str, batches: Sequence[BlockEvents], status: dict[str, Any] | None = None) -> bool:
         followed = await super().publish(replica, batches, status)

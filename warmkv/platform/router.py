@@ -14,7 +14,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import Config
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.named_actors import NAMESPACE
@@ -37,7 +37,7 @@ class Router:
     """
 
     def __init__(
-        self, config: Config, recorder: telemetry.Recorder, random: Random, clock: Callable[[], float]
+        self, config: Config, recorder: recorders.Recorder, random: Random, clock: Callable[[], float]
     ) -> None:
         self._config, self._recorder, self._clock = config, recorder, clock
         self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock, late=True)

@@ -20,7 +20,7 @@ from warmkv.prefixes.index import HEARTBEAT_SECONDS
 def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0) -> None:
     """Run the service until SIGINT or SIGTERM, with its metrics at a port, or at a free one where it is 0.
 
-    Raises OSError where the port is taken or the model folder is missing, ConfigError where the service would be open
+    Raises OSError where a port is taken or the model folder is missing, ConfigError where the service would be open
     to other machines, StartError where a replica cannot start.
     """
     stop = threading.Event()

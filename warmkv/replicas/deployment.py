@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from warmkv import logs, telemetry
+from warmkv import logs, recorders, telemetry
 from warmkv.config import Config, parse
 from warmkv.policies.contents import Contents
 from warmkv.policies.transfer import TransferTerms
@@ -68,7 +68,7 @@ class Replica:
         place = Place(self._name, threads, device_memory.share_here(config, whole.most_replicas, node))
         parts = build_engine(config, tokenizer, place, self._tell, say)
         self._engine, self._memory = parts.engine, parts.memory
-        self._recorder = telemetry.RayRecorder(*telemetry.REPLICA, *telemetry.TRANSFER)
+        self._recorder = recorders.RayRecorder(*telemetry.REPLICA, *telemetry.TRANSFER)
         peers = serve.get_deployment_handle(context.deployment, app_name=context.app_name)
         self._lend, self._offer = peers.options(method_name="lend"), peers.options(method_name="take_over")
         self._transfers = parts.moving(TransferTerms.of(config), self._ask, self._recorder)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.replicas.engine.stats import EngineStats
 from warmkv.replicas.engines.interface import StoredPrefixes
 
 
-def record(recorder: telemetry.Recorder, stats: EngineStats, store: StoredPrefixes) -> None:
+def record(recorder: recorders.Recorder, stats: EngineStats, store: StoredPrefixes) -> None:
     """Set the gauges, count what the totals have grown by since the last call, and observe what came since then."""
     gauge, counter = recorder.set, recorder.grow
     gauge(telemetry.DECODING, stats.decoding)
@@ -33,13 +33,15 @@ def record(recorder: telemetry.Recorder, stats: EngineStats, store: StoredPrefix
             counter(telemetry.EXPIRED_BLOCKS, blocks, tier=tier)
         else:
             counter(telemetry.EVICTED_BLOCKS, blocks, tier=tier, reason=why)
+    for tier, blocks in store.lost.items():
+        counter(telemetry.LOST_BLOCKS, blocks, tier=tier)
     for policy, compressed in stats.compressed.items():
         for metric, total in zip(telemetry.COMPRESSION, astuple(compressed), strict=True):
             counter(metric, total, policy=policy)
     _observe(recorder, store)
 
 
-def _observe(recorder: telemetry.Recorder, store: StoredPrefixes) -> None:
+def _observe(recorder: recorders.Recorder, store: StoredPrefixes) -> None:
     """Record the samples of residency that have come since the last call; the engine's thread adds more meanwhile."""
     residency = store.residency
     while residency.lifetimes:

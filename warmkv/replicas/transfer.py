@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.policies import budgets
 from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTerms, TransferTimes, choose_successor
 from warmkv.replicas.block_store.exchange import BlockPayload, StoredBlock, hottest, lend, seal, take, unseal
@@ -59,7 +59,7 @@ class Transfers:
         name: str,
         terms: TransferTerms,
         ask: Ask,
-        recorder: telemetry.Recorder,
+        recorder: recorders.Recorder,
         *,
         clock: Callable[[], float],
     ) -> None:

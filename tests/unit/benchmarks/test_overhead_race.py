@@ -8,7 +8,7 @@ from benchmarks.overhead.services import TimedRecorder
 from benchmarks.overhead.traffic import requests_of
 from benchmarks.overhead_race import LOADS, ratios_of, shares_of
 from benchmarks.served.load import Measured
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import load
 from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
@@ -53,7 +53,7 @@ def test_the_calls_that_record_are_timed(monkeypatch):
             told.append(value)
 
     monkeypatch.setattr("ray.util.metrics.Counter", Counter)
-    monkeypatch.setattr(telemetry, "FLUSH_SECONDS", 1e6)
+    monkeypatch.setattr(recorders, "FLUSH_SECONDS", 1e6)
     recorder = TimedRecorder(telemetry.REJECTED, application="a")
     assert recorder.seconds == 0
     for _ in range(100):

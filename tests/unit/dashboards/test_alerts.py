@@ -62,7 +62,11 @@ HEALTHY = {
     "rejected": [series(t.REJECTED, "0+60x180", reason="requests_per_minute")],
     "retried": [series(t.RETRIED, "0+1x180", when="waiting")],
     "failed": [series(t.FAILED, "0+1x180", fault="request"), series(t.FAILED, "4x180", fault="memory")],
-    "tenants": [series(t.TENANTS_READ, "0+1x180", result="taken"), series(t.TENANTS_READ, "2x180", result="refused")],
+    "tenants": [  # refused from minute 150 to 175, and mended
+        series(t.TENANTS_READ, "2x149 3x30", result="refused"),
+        series(t.TENANTS_REFUSED, "0x149 1x24 0x5", replica="g1"),
+        series(t.TENANTS_REFUSED, "0x180", replica="g2"),
+    ],
     "slots": [
         series(t.KV_BYTES, "95x180", use="slots", replica="r1"),
         series(t.KV_BYTES, "3x180", use="workspace", replica="r1"),
@@ -81,6 +85,10 @@ HEALTHY = {
         series(t.WHATIF_RANK, "1x180", candidate="best"),
         series(t.WHATIF_RANK, "2x180", candidate="now"),
         series(t.WHATIF_RANK, "3x180", candidate="worse"),
+    ],
+    "failing": [  # a restart of the control actor
+        series(t.WHATIF_FAILED, "0x169 1 2 3 3 0x6", loop="replays"),
+        series(t.WHATIF_FAILED, "2x180", loop="autopilot"),
     ],
     "lines": [series(t.DROPPED_LINES, "5x180", log="access"), series(t.DROPPED_LINES, "0+9x180", log="errors")],
 }
@@ -111,10 +119,11 @@ SICK: dict[str, dict[str, list[dict[str, str]]]] = {
             series(t.CACHED_TOKENS, "0+4000x120 480000+100x60", policy="full", model="m"),
         ]
     },
+    "WarmkvWhatIfFails": {"failing": [series(t.WHATIF_FAILED, "0x149 1+1x30", loop="replays")]},
     "WarmkvIndexStale": {"staleness": observed(t.STALENESS, 8)},
     "WarmkvRouterLost": {"following": [series(t.FOLLOWING, "1x120 0x60", shard="0", replica="g1")]},
     "WarmkvDirectoryFull": {"left out": [series(t.DIRECTORY_LEFT_OUT, "0+2x180", shard="0")]},
-    "WarmkvTenantsRefused": {"tenants": [series(t.TENANTS_READ, "_x174 1x6", result="refused")]},
+    "WarmkvTenantsRefused": {"tenants": [series(t.TENANTS_REFUSED, "0x174 1x5", replica="g1")]},
     "WarmkvVersionsDiffer": {
         "version": [
             series(t.LIVE_CONFIG_VERSION, "3x120 4x60", replica="g1"),

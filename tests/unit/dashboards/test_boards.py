@@ -189,7 +189,8 @@ def test_legends_name_labels_that_their_series_have(boards: dict[str, dict[str, 
 
 def test_what_a_healthy_service_lacks_is_told(boards: dict[str, dict[str, Any]]) -> None:
     rare = (telemetry.ERRORS, telemetry.REJECTED, telemetry.FAILED, telemetry.PREEMPTED, telemetry.DROPPED_LINES)
-    rare += (telemetry.RETRIED, telemetry.TENANTS_READ, telemetry.BLOCK_IDLE, telemetry.WHATIF_QUALITY)
+    rare += (telemetry.RETRIED, telemetry.TENANTS_READ, telemetry.TENANTS_REFUSED, telemetry.WHATIF_QUALITY)
+    rare += (telemetry.BLOCK_IDLE, telemetry.LOST_BLOCKS)
     for metric in (*rare, *telemetry.TRANSFER):
         for board in boards.values():
             for panel in graphs(board):
@@ -258,11 +259,6 @@ def test_buckets_reach_as_far_as_what_they_measure() -> None:
 def test_metrics_of_requests_name_the_model() -> None:
     requests = set(telemetry.REQUEST) - {telemetry.RETRIED}
     assert [metric.name for metric in requests if "model" not in metric.labels] == []
-
-
-def test_a_label_has_a_bounded_number_of_values() -> None:
-    label = telemetry.Bounded(most=2)
-    assert [label(tenant) for tenant in ("a", "b", "a", "c", "b", "d")] == ["a", "b", "a", "other", "b", "other"]
 
 
 def test_a_label_that_does_not_exist_is_refused() -> None:

@@ -112,10 +112,14 @@ def test_a_running_gateway_follows_the_file(file: Path, tmp_path: Path) -> None:
             assert [one["name"] for one in shown["tenants"]] == ["team"]
             assert hash_key("new") not in str(shown)
             assert (await gateway.message("new")).status == 200
+            write(document(tenant("team", "mended")))
+            await until("mended", 200)
 
     clocks.run(scenario(), clocks.SkippingLoop)
     read = [labels["result"] for name, _, labels in gateway.metrics.seen if name == "warmkv_tenants_read"]
-    assert read == ["taken", "taken", "taken", "refused"]
+    assert read == ["taken", "taken", "taken", "refused", "taken"]
+    refused = [value for name, value, _ in gateway.metrics.seen if name == "warmkv_tenants_file_refused"]
+    assert refused == [0, 0, 0, 1, 0]
 
 
 def test_a_secret_s_folder_whose_link_is_swapped_is_seen(tmp_path: Path) -> None:

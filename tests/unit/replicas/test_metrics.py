@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.unit.replicas.block_store.harness import BLOCK, TOKEN, Harness, Prompt
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.replicas import metrics
 from warmkv.replicas.block_store.residency import MOST, Residency
 from warmkv.replicas.engine.prompts import Compressions
 from warmkv.replicas.engine.stats import EngineStats
 
 
-class Recorded(telemetry.RayRecorder):
+class Recorded(recorders.RayRecorder):
     """A recorder without Ray."""
 
     def __init__(self) -> None:
@@ -74,6 +74,29 @@ def test_what_leaves_a_tier_is_counted_by_tier_and_once(tmp_path):
     assert recorder.levels["warmkv_prefix_limit_bytes"] == harness.config.host.memory_bytes  # of the last tier
 
 
+def test_what_a_tier_loses_is_counted_by_tier(tmp_path):
+    """A damaged file is found by who reads it; another one when the replica starts again."""
+    recorder = Recorded()
+    harness = Harness(tmp_path, memory_bytes=2 * BLOCK * TOKEN, host={"memory_bytes": 0})
+    first = Prompt("a", list(range(2 * BLOCK)))
+    harness.write(first, {})
+    harness.write(Prompt("a", list(range(40, 40 + 2 * BLOCK))), {})
+    harness.run("write", 100)
+    metrics.record(recorder, stats(), harness.store)
+    assert recorder.counted["warmkv_lost_blocks", "disk"] == 0
+    harness.damage(0, "flip")
+    harness.look_up(first, [])
+    harness.run("read", 100)
+    for _ in range(2):
+        metrics.record(recorder, stats(), harness.store)
+    assert (recorder.counted["warmkv_lost_blocks", "device"], recorder.counted["warmkv_lost_blocks", "disk"]) == (0, 1)
+    harness.finish(0, store=True)
+    harness.check_at_rest()
+    harness.damage(0, "cut")
+    harness.restart(crash=False)
+    assert harness.store.lost == {"device": 0, "disk": 1}
+
+
 def test_residency_is_observed_where_blocks_leave_and_prefixes_are_read(tmp_path):
     """A prefix is read 10 s after it was stored, pushed out 5 s later, and ends below by its TTL of 30 s."""
     recorder = Recorded()
@@ -110,7 +133,7 @@ def test_samples_between_two_reports_are_bounded():
 
 def test_compression_is_counted_by_policy():
     recorder, done = Recorded(), Compressions(2, 300, 60, 4000, 1000, 0.5)
-    store = SimpleNamespace(left={}, tier_limits={}, residency=Residency())
+    store = SimpleNamespace(left={}, lost={}, tier_limits={}, residency=Residency())
     for compressed in ({"snapkv": done}, {"snapkv": done.plus(done)}):
         metrics.record(recorder, stats(compressed=compressed), store)
     named = {key[0]: value for key, value in recorder.counted.items() if key[1:] == ("snapkv",)}

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from warmkv.cli.options import SettingsOptions
+from warmkv.cli.options import MetricsPortOption, SettingsOptions
 from warmkv.policy_spec import METHODS, STORAGES
 from warmkv.terminal import console
 
@@ -29,14 +29,7 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with an API key: only requests with it are answered.", show_default=False)
     ] = None,
-    metrics_port: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="At which Prometheus finds metrics, at all addresses and without a key; 0 takes a free one.",
-        ),
-    ] = 0,
+    metrics_port: MetricsPortOption = 0,
 ) -> None:
     """Serve the model on a local Ray, in the foreground, until Ctrl-C. Options win over `--set`.
 

@@ -42,6 +42,7 @@ STORED = PanelRow(
             "Prefix blocks and tails resident in each replica.",
             "short",
             [(level(t.STORED_BLOCKS, ("replica",)), "{{replica}}")],
+            width=6,
             stacked=True,
         ),
         Graph(
@@ -50,6 +51,7 @@ STORED = PanelRow(
             "its TTL tells.",
             "percentunit",
             [(f"{level(t.PREFIX_BYTES, ('tier',))} / {level(t.PREFIX_LIMIT_BYTES, ('tier',))}", "{{tier}}")],
+            width=6,
             top=1,
         ),
         Graph(
@@ -62,7 +64,17 @@ STORED = PanelRow(
                 (rate(t.TOUCHED), "touched prefixes"),
                 (rate(t.EXPIRED_BLOCKS, ("tier",)), "{{tier}} expired"),
             ],
+            width=6,
             none="No block has left a tier",
+        ),
+        Graph(
+            "Lost blocks",
+            "Blocks and tails per second whose bytes a tier lost: damaged on disk, or not brought into it, as the disk "
+            "fails or is full, or more was on its way than prefix_cache.moving_bytes. It is computed again.",
+            BLOCKS_PER_SECOND,
+            [(rate(t.LOST_BLOCKS, ("tier",)), "{{tier}}")],
+            width=6,
+            none="No block was lost",
         ),
     ),
 )

@@ -16,7 +16,7 @@ LIVE_CONFIGURATION = PanelRow(
             "Version of the live configuration in force in each gateway; 0 is the configuration at start.",
             "short",
             [(level(t.LIVE_CONFIG_VERSION, ("replica",)), "{{replica}}")],
-            width=12,
+            width=8,
             decimals=0,
         ),
         Graph(
@@ -25,8 +25,17 @@ LIVE_CONFIGURATION = PanelRow(
             "tenants before stay in force, and GET /v1/warmkv/tenants says why.",
             "cpm",
             [(f"{rate(t.TENANTS_READ, ('result',))} * 60", "{{result}}")],
-            width=12,
+            width=8,
             none="gateway.tenants_file has not changed",
+        ),
+        Graph(
+            "Tenants file refused",
+            "1 while a gateway refuses gateway.tenants_file as it is now, 0 while it has the file in force.",
+            "short",
+            [(level(t.TENANTS_REFUSED, ("replica",)), "{{replica}}")],
+            width=8,
+            decimals=0,
+            none="There is no gateway.tenants_file",
         ),
     ),
 )
@@ -97,6 +106,7 @@ WHAT_IF = PanelRow(
             [(level(t.WHATIF_ERROR, ("figure",)), "{{figure}}")],
             least=-1,
             top=2,
+            width=6,
         ),
         Graph(
             "Quality",
@@ -104,6 +114,7 @@ WHAT_IF = PanelRow(
             "percentunit",
             _predicted(t.WHATIF_QUALITY),
             colors=MEASURED,
+            width=6,
             none="Give an evaluation: control.whatif.quality",
         ),
         Graph(
@@ -119,6 +130,15 @@ WHAT_IF = PanelRow(
             "cpm",
             [(f"{rate(t.WHATIF_ROUNDS, ('result',))} * 60", "{{result}}")],
             width=4,
+        ),
+        Graph(
+            "Failed in a row",
+            "Rounds of replays, and decisions of the autopilot, that failed since the last one that did not: "
+            "GET /v1/warmkv/whatif says why.",
+            "short",
+            [(level(t.WHATIF_FAILED, ("loop",)), "{{loop}}")],
+            width=4,
+            decimals=0,
         ),
     ),
 )

@@ -12,7 +12,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from warmkv import logs, telemetry
+from warmkv import logs, recorders, telemetry
 from warmkv.config import parse
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.control import RemoteControl
@@ -82,7 +82,7 @@ class Gateway:
         self._gateways = serve.get_deployment_handle(context.deployment, context.app_name)  # all of them
         self._app: Any = None
         self._drop_timeout = config.gateway.request_timeout_seconds
-        self._recorder = recorder = telemetry.RayRecorder(*telemetry.GATEWAY, *telemetry.ROUTER)
+        self._recorder = recorder = recorders.RayRecorder(*telemetry.GATEWAY, *telemetry.ROUTER)
         router = Router(config, recorder, Random(), time.monotonic)
         self._background = Background()
         for shard in router.shards:

@@ -29,7 +29,6 @@ from warmkv.platform.gateway.apis.responses.store import Item, OtherGateways, Re
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.thinking import restore
 from warmkv.platform.gateway.console import add_console
-from warmkv.platform.gateway.faults import api_of, speaks_openai
 from warmkv.platform.gateway.intake.body import Intake, LackingError
 from warmkv.platform.gateway.intake.overload import LONGEST, OpenRequests, most_open, retry_header
 from warmkv.platform.gateway.intake.parsing import Parsing
@@ -38,6 +37,7 @@ from warmkv.platform.gateway.live_config import add_policy_endpoints
 from warmkv.platform.gateway.memory import memory_of
 from warmkv.platform.gateway.methods import HeadAsGet, allowed_methods
 from warmkv.platform.gateway.model_names import check_model, model_names
+from warmkv.platform.gateway.paths import OF_TENANTS, api_of, path_of, speaks_openai
 from warmkv.platform.gateway.request_ids import RequestIds
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, PING_SECONDS, EventStream
@@ -80,6 +80,7 @@ def create_app(
 
     def tenants_read(outcome: Outcome) -> None:
         service.recorder.add(telemetry.TENANTS_READ, 1, result=outcome)
+        service.recorder.set(telemetry.TENANTS_REFUSED, outcome == "refused")
 
     tenants = Tenants(config.gateway, secret, tenants_read)
     limits = TenantLimiter(config, service.clock, service.wall_clock)
@@ -112,7 +113,7 @@ def create_app(
 
     def refused(request: Request, error: Exception) -> Response:
         """Report an error and answer with it."""
-        told = service.faults.report(error, api_of(request.url.path))
+        told = service.faults.report(error, api_of(path_of(request.scope)))
         came_of(request, told.message)
         return error_response(request, told, service.backlog.retry_after())
 
@@ -132,7 +133,7 @@ def create_app(
     @app.exception_handler(404)
     async def not_found(request: Request, _: Exception) -> Response:
         path = request.url.path
-        if api_of(path) == "embeddings":
+        if api_of(path_of(request.scope)) == "embeddings":
             why = f"this server makes no embeddings: its model writes text ({request.method} {path})"
         else:
             why = f"there is no {request.method} {path} on this server"
@@ -277,7 +278,7 @@ def create_app(
         operator_of(request)
         return JSONResponse({"gateway": name, **tenants.status()})
 
-    @app.delete("/v1/warmkv/prefixes")
+    @app.delete(OF_TENANTS)
     async def drop_prefixes(request: Request) -> Response:
         tenant = admitted(request).lease.tenant
         root = chain_root(tenant.salt, config)
@@ -316,6 +317,6 @@ def error_response(request: Request, error: ApiError, retry_after: float) -> Res
     if error.final:
         headers["x-should-retry"] = "false"  # both SDKs would try a 500 again
     request_id = request.state.context.id
-    if speaks_openai(request.url.path, request.headers):
+    if speaks_openai(path_of(request.scope), request.headers):
         return JSONResponse(openai_body(error, request_id), error.status, headers)
     return JSONResponse(anthropic_body(error, request_id), error.status, headers)

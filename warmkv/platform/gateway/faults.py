@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from warmkv import telemetry
-from warmkv.config import GatewayConfig
+from warmkv import recorders, telemetry
 from warmkv.logs import LineLimit
 from warmkv.platform.gateway.apis.errors import STATUS, ApiError, from_exception
 
 log = logging.getLogger(__name__)
 
 LINES_PER_MINUTE = 60  # about errors of one type and status; those left out are counted
-APIS = {
-    "/v1/messages": "messages",
-    "/v1/messages/count_tokens": "count_tokens",
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/models": "models",
-    "/v1/embeddings": "embeddings",
-}
-OPENAI_APIS = frozenset({"chat", "completions", "responses", "embeddings"})
-OTHER_APIS = frozenset({"messages", "count_tokens", "warmkv"})
 
 
 class ErrorLog:
@@ -34,7 +22,7 @@ class ErrorLog:
     refusal for want of room is a warning; what is the service's fault is logged with its traceback.
     """
 
-    def __init__(self, recorder: telemetry.Recorder, config: GatewayConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, recorder: recorders.Recorder, clock: Callable[[], float]) -> None:
         self._recorder = recorder
         self._limits = {kind: LineLimit(LINES_PER_MINUTE, clock) for kind in STATUS}
 
@@ -62,31 +50,6 @@ class ErrorLog:
             log.warning("request rejected: reason=%s %s", told.reason or told.type, fields)
         else:
             log.info("request refused: at=%s %s", _place(error), fields)
-
-
-def api_of(path: str) -> str:
-    """Return the API of a path, from a fixed set: "other" for what is not there."""
-    path = path.rstrip("/")
-    for known, name in APIS.items():
-        if path.endswith(known):
-            return name
-    if "/v1/warmkv/" in path:
-        return "warmkv"
-    if "/v1/responses/" in path:
-        return "responses"
-    return "models" if "/v1/models/" in path else "other"
-
-
-def speaks_openai(path: str, headers: Mapping[str, str]) -> bool:
-    """Return True where a client wants OpenAI's form: by the API of the path, or by its headers if that is of several.
-
-    Clients of the Messages API send their version, even with a bearer token.
-    """
-    if (api := api_of(path)) in OPENAI_APIS | OTHER_APIS:
-        return api in OPENAI_APIS
-    if "anthropic-version" in headers or "x-api-key" in headers:
-        return False
-    return headers.get("authorization", "").lower().startswith("bearer ")
 
 
 def _place(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import Config, Prices, refusal
 from warmkv.platform.gateway.access.limits import Lease
 from warmkv.platform.gateway.access.rights import check_options
@@ -86,7 +86,7 @@ class Service:
         self,
         config: Config,
         send: Send,
-        recorder: telemetry.Recorder,
+        recorder: recorders.Recorder,
         *,
         write_log: Callable[[RequestRecord], None],
         clock: Callable[[], float],
@@ -98,10 +98,10 @@ class Service:
         self.capabilities = tuple(config.capabilities.values())
         self._keeps_generated = any(group.keeps_generated for group in self.capabilities)
         self._write_log, self._clock, self._wall_clock = write_log, clock, wall_clock
-        self._writers, self._tenant = Writers(), telemetry.Bounded()
+        self._writers, self._tenant = Writers(), recorders.Bounded()
         self.history = PromptHistory(tells=config.cluster.gateways > 1)
         self.backlog = Backlog(clock)  # requests without a first token
-        self.faults = ErrorLog(recorder, config.gateway, clock)
+        self.faults = ErrorLog(recorder, clock)
         self.recent = RecentRequests(clock)
         self.take(Version())
 
@@ -116,7 +116,7 @@ class Service:
         return self._wall_clock
 
     @property
-    def recorder(self) -> telemetry.Recorder:
+    def recorder(self) -> recorders.Recorder:
         """Return where metrics go."""
         return self._recorder
 

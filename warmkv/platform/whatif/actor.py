@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import Config, WhatIfConfig
 from warmkv.platform import named_actors
 from warmkv.platform.control import RemoteControl
@@ -44,6 +44,7 @@ class WhatIfActor(WhatIf):
 
         control = RemoteControl(application)
         memory = Memory(store_of(start.control), application, time.time())
+        recorder = recorders.RayRecorder(*telemetry.WHATIF, application=application)
         super().__init__(
             start,
             settings,
@@ -51,7 +52,7 @@ class WhatIfActor(WhatIf):
             control.history,
             held,
             contents,
-            telemetry.RayRecorder(*telemetry.WHATIF, application=application),
+            recorder,
             memory,
             clock=time.monotonic,
             wall_clock=time.time,
@@ -59,7 +60,7 @@ class WhatIfActor(WhatIf):
         self._autopilot: Autopilot | None = None
         if (steps := start.control.autopilot) is not None:
             table, window = super().table, self.window
-            self._autopilot = Autopilot(start, steps, memory, control, table, lambda: window, held, time.time)
+            self._autopilot = Autopilot(start, steps, memory, control, table, lambda: window, held, recorder, time.time)
         self._running: list[asyncio.Task[None]] = []
 
     async def take(self, gateway: str, records: Sequence[RequestRecord], waiting: int) -> float:

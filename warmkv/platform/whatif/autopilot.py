@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from warmkv import recorders, telemetry
 from warmkv.config import AutopilotConfig, Config, ConfigError
 from warmkv.platform.control import LiveConfigControl
 from warmkv.platform.live_config import Version, in_force
@@ -51,10 +52,12 @@ class Autopilot:
         table: Callable[[], Awaitable[dict[str, Any]]],
         records: Callable[[], Iterable[RequestRecord]],
         held: Callable[[], Awaitable[Held]],
+        recorder: recorders.Recorder,
         wall_clock: Callable[[], float],
     ) -> None:
         self._start, self._settings, self._memory, self._control = start, settings, memory, control
         self._table, self._records, self._held, self._wall_clock = table, records, held, wall_clock
+        self._recorder = recorder
         self._stored: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # when, and bytes of all replicas and tiers
         self._state, self._why = STATES[Wait], "it has not looked yet"
 
@@ -65,12 +68,16 @@ class Autopilot:
 
     async def run(self) -> None:
         """Decide again and again, until cancelled."""
+        failed = 0  # in a row
         while True:
             try:
                 await self.turn()
+                failed = 0
             except Exception as error:  # the control actor is restarting, or somebody was faster
                 self._state, self._why = "failed", f"{type(error).__name__}: {error}"
+                failed += 1
                 log.warning("autopilot: %s", self._why)
+            self._recorder.set(telemetry.WHATIF_FAILED, failed, loop="autopilot")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def turn(self) -> None:

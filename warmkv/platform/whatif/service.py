@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import Config, ConfigError, WhatIfConfig
 from warmkv.platform.live_config import Version, in_force
 from warmkv.platform.live_config_store import StoreError
@@ -62,7 +62,7 @@ class WhatIf:
         versions: Callable[[], Awaitable[Sequence[Version]]],
         held: Callable[[], Awaitable[Held]],
         contents: Callable[[int], Awaitable[Sequence[Contents]]],
-        recorder: telemetry.Recorder,
+        recorder: recorders.Recorder,
         memory: Memory,
         *,
         clock: Callable[[], float],
@@ -166,14 +166,19 @@ class WhatIf:
 
     async def run(self) -> None:
         """Replay round after round, until cancelled."""
+        failed = 0  # in a row
         while True:
             try:
                 await self.turn()
                 self._fault = ""
+                if self._clock() >= self._rests_until:  # a round that load stopped might have failed
+                    failed = 0
             except Exception as error:  # whatever it is, the next round may do better
                 self._state, self._fault = "failed", f"{type(error).__name__}: {error}"
                 self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="failed")
+                failed += 1
                 log.error("what-if: a round failed: %s", self._fault)
+            self._recorder.set(telemetry.WHATIF_FAILED, failed, loop="replays")
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def turn(self) -> None:

@@ -16,6 +16,7 @@ from warmkv.policies.prefix_cache import Match
 from warmkv.replicas.block_store.disk import Folder, Header
 from warmkv.replicas.block_store.formats import Packed, unpack
 from warmkv.replicas.block_store.io_threads import Jobs
+from warmkv.replicas.block_store.tiers import TierStorage
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,28 @@ class WarmPrefix:
     @property
     def hit(self) -> int:
         return self.match.hit
+
+
+def keys_to_attach(warm: WarmPrefix, size: int) -> list[bytes]:
+    """Return the keys of the blocks and column sums that are needed for what is to be attached."""
+    chain = spans(warm.match.chain, warm.match.tokens, size)
+    keys = [span.key for span in chain if span.start < warm.reused]
+    return [*keys, warm.sums] if warm.sums else keys
+
+
+def blocks_to_attach(warm: WarmPrefix, size: int, places: Sequence[TierStorage]) -> list[tuple[Span, Packed, str]]:
+    """Return the blocks to attach with their tiers, up to the first that is missing."""
+    found = []
+    for span in spans(warm.match.chain, warm.match.tokens, size):
+        if span.start >= warm.reused:
+            break
+        at = next((place for place in places if place.find(span.key) is not None), None)
+        packed = at.find(span.key) if at is not None else warm.read.get(span.key)
+        if packed is None:
+            break
+        name = at.tier.name if at is not None else "disk"
+        found.append((Span(span.key, span.start, min(span.end, warm.reused)), packed, name))
+    return found
 
 
 def copy_left(warm: WarmPrefix, keys: Tensor, values: Tensor, dtype: torch.dtype, most: float) -> bool:

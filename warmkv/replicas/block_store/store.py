@@ -20,13 +20,12 @@ from warmkv.policies.prefix_tree.radix import RadixTree
 from warmkv.policies.tiers import tiers_of
 from warmkv.prefixes.record import Candidate, Mark
 from warmkv.replicas.block_store import disk, packs
-from warmkv.replicas.block_store.disk import Folder
 from warmkv.replicas.block_store.formats import Packed, pack, unpack
 from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.io_threads import IOThreads, Jobs, Threads
 from warmkv.replicas.block_store.moves import Moves
 from warmkv.replicas.block_store.presence import Presence, Publish
-from warmkv.replicas.block_store.reads import FileReads, Span, WarmPrefix, copy_left, spans
+from warmkv.replicas.block_store.reads import FileReads, WarmPrefix, blocks_to_attach, copy_left, keys_to_attach
 from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.tiers import TierStorage
 
@@ -65,8 +64,8 @@ class BlockStore:
         self._jobs = Jobs(io_threads or Threads(), wake)
         self._reads = FileReads(self._jobs, self._damaged)
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
-        self.lost_blocks = 0  # that were damaged on disk, or could not be moved down
         tiers = tiers_of(config, identity.shape) if config.enabled else []
+        self.lost = {tier.name: 0 for tier in tiers}  # blocks and tails so far: damaged on disk, not brought there
         self.left = {(tier.name, why): 0 for tier in tiers for why in LEFT}  # blocks and tails so far; keys are fixed
         self.residency = Residency()
         self._cache = PrefixCache(tiers, identity.shape.token_bytes, Lifetimes.of(config), config.tenant_share)
@@ -79,7 +78,7 @@ class BlockStore:
             if place.tier.name == "disk":
                 assert config.disk.path is not None
                 place.folder = disk.claim(config.disk.path, identity, place.tier.storage)
-                self.lost_blocks += disk.restore(place.folder, self.tree, at, clock(), wall_clock())
+                self.lost[place.tier.name] += disk.restore(place.folder, self.tree, at, clock(), wall_clock())
         self._note_restored()
         for path in config.packs if config.enabled else ():
             self._packed_keys |= packs.load(path, identity, self.places, self.tree, self._presence.has, clock())
@@ -153,6 +152,10 @@ class BlockStore:
         """Return leading blocks in memory, and in any tier. Any thread may ask; the answer may be a step old."""
         return self._presence.leading(hashes)
 
+    def find(self, key: bytes) -> Packed | None:
+        """Return an entry that can be read without a file."""
+        return next((packed for place in self.places if (packed := place.find(key)) is not None), None)
+
     # --- a request's way
 
     def match(
@@ -172,7 +175,7 @@ class BlockStore:
         warm = WarmPrefix(match, match.tokens if most is None else min(most, match.tokens), since=now)
         if sums:
             warm.reused, warm.sums = cache.match_sums(match, warm.reused, now)
-        for key in self._keys_to_attach(warm):
+        for key in keys_to_attach(warm, self.block_size):
             packed = self.find(key)
             if packed is None:
                 warm.pending.add(key)
@@ -200,7 +203,7 @@ class BlockStore:
         """
         if warm.left is None:
             self._reads.stop_waiting(warm)
-            parts = self._parts(warm)
+            parts = blocks_to_attach(warm, self.block_size, self.places)
             if warm.sums and (
                 warm.sums not in warm.read or sum(span.end - span.start for span, _, _ in parts) < warm.reused
             ):
@@ -300,20 +303,6 @@ class BlockStore:
             if place.folder is not None:
                 place.folder.release()
 
-    def export(self, chain: Sequence[bytes], folder: Folder) -> dict[bytes, int]:
-        """Write a chain from memory into a pack's folder, to live for good; the bytes by key. Raises PackError."""
-        written = {}
-        for block in self.tree.held(self.tree.find(chain), [0]):
-            packed = self.find(block.key)
-            if packed is not None:
-                held = packed.map(lambda part: part.cpu())
-                marked = block.mark_expires_at > self.clock()
-                folder.write(held, disk.lasting_header(block, packed.storage, marked=marked))
-                written[block.key] = held.nbytes
-        if len(written) < len(chain):
-            raise packs.PackError("memory does not suffice for the pack: raise prefix_cache.memory_bytes")
-        return written
-
     # --- changes
 
     def apply(
@@ -389,7 +378,7 @@ class BlockStore:
 
     def _lose(self, key: bytes, tier: int) -> None:
         """Note that a tier has no bytes of a block: it is to be given up there, with what is behind it."""
-        self.lost_blocks += 1
+        self.lost[self.places[tier].tier.name] += 1
         self._lost[tier].add(key)
 
     def _give_up_lost(self) -> None:
@@ -410,28 +399,3 @@ class BlockStore:
     def _damaged(self, key: bytes) -> None:
         """Take note of a file that cannot be read, until `settle` ends."""
         self._lose(key, next(at for at, place in enumerate(self.places) if place.folder is not None))
-
-    # --- what to attach
-
-    def _keys_to_attach(self, warm: WarmPrefix) -> list[bytes]:
-        chain = spans(warm.match.chain, warm.match.tokens, self.block_size)
-        keys = [span.key for span in chain if span.start < warm.reused]
-        return [*keys, warm.sums] if warm.sums else keys
-
-    def find(self, key: bytes) -> Packed | None:
-        """Return an entry that can be read without a file."""
-        return next((packed for place in self.places if (packed := place.find(key)) is not None), None)
-
-    def _parts(self, warm: WarmPrefix) -> list[tuple[Span, Packed, str]]:
-        """Return the blocks to attach with their tiers, up to the first that is missing."""
-        found = []
-        for span in spans(warm.match.chain, warm.match.tokens, self.block_size):
-            if span.start >= warm.reused:
-                break
-            at = next((place for place in self.places if place.find(span.key) is not None), None)
-            packed = at.find(span.key) if at is not None else warm.read.get(span.key)
-            if packed is None:
-                break
-            name = at.tier.name if at is not None else "disk"
-            found.append((Span(span.key, span.start, min(span.end, warm.reused)), packed, name))
-        return found

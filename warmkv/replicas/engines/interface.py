@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from llguidance import LLMatcher
 
-from warmkv import telemetry
+from warmkv import recorders
 from warmkv.policies.contents import Contents
 from warmkv.policies.transfer import TransferTerms
 from warmkv.replicas.constraints.compiler import Compiler
@@ -29,6 +29,8 @@ class StoredPrefixes(Protocol):
     def tier_limits(self) -> Mapping[str, int]: ...
     @property
     def left(self) -> Mapping[tuple[str, str], int]: ...
+    @property
+    def lost(self) -> Mapping[str, int]: ...
     @property
     def residency(self) -> Any: ...
 
@@ -120,4 +122,4 @@ class Parts:
     engine: Engine
     memory: Mapping[str, Any]  # its plan
     compiler: Compiler | None  # of constraints; None for an engine that has its own
-    moving: Callable[[TransferTerms, Ask, telemetry.Recorder], Moving]
+    moving: Callable[[TransferTerms, Ask, recorders.Recorder], Moving]

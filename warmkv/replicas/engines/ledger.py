@@ -70,6 +70,7 @@ class PrefixLedger:
         self._warm: KeepWarm[bytes, bytes] = KeepWarm(keep_warm // (block_size * token_bytes))
         self._stored = 0  # blocks that came to vLLM's cache so far
         self.left: dict[tuple[str, str], int] = {(tier, why): 0 for tier in TIERS for why in LEFT}
+        self.lost: dict[str, int] = {}  # vLLM moves no blocks and reads none from a disk
         self.residency = Residency()
 
     # --- what it tells

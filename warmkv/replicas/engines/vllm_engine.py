@@ -9,7 +9,7 @@ import logging
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from warmkv.replicas.engines.event_stream import EventStream
 from warmkv.replicas.engines.interface import Parts, Place, Publish
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.engines.orphans import children_end_with_this_process, settled
-from warmkv.replicas.engines.vllm_requests import check, sampling_fields, structured_fields
+from warmkv.replicas.engines.vllm_requests import check, generate
 from warmkv.replicas.engines.vllm_start import TOPIC, Model, Steps, endpoint, read_model, start_llm
 from warmkv.replicas.engines.zmq_events import batches, replayed
 from warmkv.replicas.protocol import (
@@ -376,29 +376,6 @@ class Alone:
     ) -> int:
         """Give none."""
         return 0
-
-
-def generate(
-    llm: Any, request: GenerateRequest, salt: str, eos_ids: Collection[int], priority: int
-) -> AsyncIterator[Any]:
-    """Send vLLM a request and yield its outputs, each with what is new. Raises ValueError for what it does not take.
-
-    Of those that wait, the one with the least `priority` begins first.
-    """
-    from vllm import SamplingParams as VllmSampling
-    from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-    constraint = request.sampling.constraint
-    parameters = VllmSampling(
-        **sampling_fields(request, eos_ids),
-        output_kind=RequestOutputKind.DELTA,
-        structured_outputs=StructuredOutputsParams(**structured_fields(constraint)) if constraint else None,
-    )
-    outputs: AsyncIterator[Any] = llm.generate(
-        tokens_input([*request.token_ids, *request.resume], cache_salt=salt), parameters, request.id, priority=priority
-    )
-    return outputs
 
 
 def _known(value: T) -> Future[T]:

@@ -1,9 +1,9 @@
-"""A request as vLLM takes it: its sampling parameters, and what vLLM cannot do for it. Without vLLM."""
+"""A request as vLLM takes it: its sampling parameters, what vLLM cannot do for it, and how it is sent."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 from warmkv.config import Capabilities
@@ -64,3 +64,26 @@ def structured_fields(constraint: Constraint) -> dict[str, Any]:
     if constraint.kind == "choice":
         return {"choice": json.loads(constraint.text)}
     return {STRUCTURED[constraint.kind]: constraint.text}
+
+
+def generate(
+    llm: Any, request: GenerateRequest, salt: str, eos_ids: Collection[int], priority: int
+) -> AsyncIterator[Any]:
+    """Send vLLM a request and yield its outputs, each with what is new. Raises ValueError for what it does not take.
+
+    Of those that wait, the one with the least `priority` begins first.
+    """
+    from vllm import SamplingParams as VllmSampling
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    constraint = request.sampling.constraint
+    parameters = VllmSampling(
+        **sampling_fields(request, eos_ids),
+        output_kind=RequestOutputKind.DELTA,
+        structured_outputs=StructuredOutputsParams(**structured_fields(constraint)) if constraint else None,
+    )
+    outputs: AsyncIterator[Any] = llm.generate(
+        tokens_input([*request.token_ids, *request.resume], cache_salt=salt), parameters, request.id, priority=priority
+    )
+    return outputs

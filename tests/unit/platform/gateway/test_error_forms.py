@@ -8,31 +8,11 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from starlette.datastructures import Headers
 
 from tests.unit.platform.asgi import Gateway, as_flag
-from warmkv.platform.gateway.faults import speaks_openai
 from warmkv.platform.tenants import hash_key
 
 TENANTS = as_flag("gateway.tenants", [{"name": "team", "key_sha256": hash_key("right")}])
-VERSION, KEY, BEARER = {"anthropic-version": "2023-06-01"}, {"x-api-key": "a"}, {"authorization": "Bearer a"}
-
-
-@pytest.mark.parametrize(
-    ("path", "headers", "openai_form"),
-    [
-        *((path, BEARER, True) for path in ("/v1/models", "/v1/models/a/b", "/v1/nothing", "/healthz")),
-        *((path, BEARER | VERSION, False) for path in ("/v1/models", "/v1/nothing")),
-        *((path, KEY, False) for path in ("/v1/models", "/v1/models/x")),
-        *((path, {}, False) for path in ("/v1/models", "/v1/nothing")),
-        *((path, KEY | VERSION, True) for path in ("/v1/chat/completions", "/v1/responses/x", "/v1/embeddings")),
-        *((path, BEARER, False) for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/warmkv/policy")),
-        ("/prefix/v1/models", {"authorization": "bearer a"}, True),
-        ("/v1/models", {"authorization": "Basic a"}, False),
-    ],
-)
-def test_the_form_is_that_of_the_path_or_of_the_headers(path, headers, openai_form):
-    assert speaks_openai(path, Headers(headers)) == openai_form
 
 
 @pytest.fixture(scope="module")

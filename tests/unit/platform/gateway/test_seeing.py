@@ -21,7 +21,8 @@ from warmkv.platform.gateway import faults as faults_module
 from warmkv.platform.gateway.apis.errors import ApiError, overloaded
 from warmkv.platform.gateway.apis.schema import ParsedRequest, WarmkvOptions
 from warmkv.platform.gateway.apis.tokens import Prompt
-from warmkv.platform.gateway.faults import APIS, ErrorLog, api_of
+from warmkv.platform.gateway.faults import ErrorLog
+from warmkv.platform.gateway.paths import APIS
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.prefixes.record import RequestRecord
@@ -171,18 +172,9 @@ def test_a_request_that_was_accepted_and_failed_has_a_record(server):
     assert len(server.records) == lines
 
 
-def test_paths_have_one_of_few_names():
-    assert [api_of(path) for path in APIS] == list(APIS.values())
-    assert api_of("/llm/v1/messages/") == "messages"
-    assert api_of("/v1/models/a/b") == "models"
-    assert api_of("/v1/warmkv/policy/history") == "warmkv"
-    assert {api_of(path) for path in ("/", "/v1", "/v1/messages/x", "/healthz", f"/{SECRET}")} == {"other"}
-
-
-def made(now: list[float], **settings: Any) -> tuple[ErrorLog, Counted]:
+def made(now: list[float]) -> tuple[ErrorLog, Counted]:
     seen = Counted()
-    config = load(flags=[f"gateway.{name}={value}" for name, value in settings.items()])
-    return ErrorLog(seen, config.gateway, lambda: now[0]), seen
+    return ErrorLog(seen, lambda: now[0]), seen
 
 
 def test_a_fault_per_request_does_not_fill_a_disk(lines, monkeypatch):

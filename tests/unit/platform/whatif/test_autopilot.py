@@ -14,15 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.platform.whatif.test_service import InMemory
+from tests import clocks
+from tests.unit.platform.whatif.test_service import Gauges, InMemory
 from tests.unit.platform.whatif.traffic import OFFSET, evaluated
 from tests.unit.simulator.conversations import config as simulated
 from tests.unit.simulator.conversations import record, run, with_timings
-from warmkv import telemetry
+from warmkv import recorders, telemetry
 from warmkv.config import AutopilotConfig, Config, ConfigError, load
 from warmkv.platform.control import Report
 from warmkv.platform.live_config import History, StaleVersionError, Version, change, roll_back, values
-from warmkv.platform.whatif.autopilot import Autopilot
+from warmkv.platform.whatif.autopilot import LOOK_SECONDS, Autopilot
 from warmkv.platform.whatif.candidates import NOW
 from warmkv.platform.whatif.decision import (
     AUTOPILOT,
@@ -445,7 +446,15 @@ async def loop_scenario(folder: Path) -> None:
         wall_clock=lambda: now,
     )
     pilot = Autopilot(
-        cluster.start, control.autopilot, memory, versions, whatif.table, lambda: whatif.window, held, lambda: now
+        cluster.start,
+        control.autopilot,
+        memory,
+        versions,
+        whatif.table,
+        lambda: whatif.window,
+        held,
+        telemetry_of_nobody(),
+        lambda: now,
     )
     seconds, hits = 0.0, {}
     predicted: Mapping[str, Any] = {}
@@ -482,7 +491,7 @@ def telemetry_of_nobody() -> Any:
         def __getattr__(self, name: str) -> Any:
             return lambda *_, **__: None
 
-    assert hasattr(telemetry.Recorder, "set")
+    assert hasattr(recorders.Recorder, "set")
     return Nobody()
 
 
@@ -499,10 +508,52 @@ def test_a_step_that_somebody_else_prevents_is_no_step():
             return Held(1, 7)
 
         line = replace(record(versions.now, [1] * 9, 3), status="ok", cached_tokens=4, usage=Usage(5, 4, {}, 3))
-        pilot = Autopilot(START, SETTINGS, memory, versions, shown, lambda: [line] * 99, held, lambda: versions.now)
+        pilot = Autopilot(
+            START,
+            SETTINGS,
+            memory,
+            versions,
+            shown,
+            lambda: [line] * 99,
+            held,
+            telemetry_of_nobody(),
+            lambda: versions.now,
+        )
         with pytest.raises(StaleVersionError):
             await pilot.turn()
         assert (memory.kept.step, versions.kept.current.who) == (None, "ann")
         assert pilot.status()["step"] is None
 
     asyncio.run(scenario())
+
+
+def test_decisions_that_fail_in_a_row_are_counted_until_one_succeeds():
+    class Restarting(Versions):
+        up = False
+
+        async def history(self) -> list[Version]:
+            if not self.up:
+                raise ConnectionError("the control actor is restarting")
+            return await super().history()
+
+    async def scenario() -> None:
+        versions, metrics = Restarting(), Gauges()
+
+        async def shown() -> dict[str, Any]:
+            return table()
+
+        async def held() -> Held:
+            return Held(1, 7)
+
+        memory = Memory(InMemory(), "warmkv", 0.0)
+        pilot = Autopilot(START, SETTINGS, memory, versions, shown, list, held, metrics, lambda: versions.now)
+        running = asyncio.create_task(pilot.run())
+        await asyncio.sleep(2.5 * LOOK_SECONDS)
+        assert pilot.status()["state"] == "failed"
+        versions.up = True
+        await asyncio.sleep(LOOK_SECONDS)
+        assert pilot.status()["state"] == "waiting"
+        running.cancel()
+        assert metrics.seen == [(telemetry.WHATIF_FAILED.name, value, {"loop": "autopilot"}) for value in (1, 2, 3, 0)]
+
+    clocks.run(scenario())

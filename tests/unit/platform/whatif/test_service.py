@@ -83,6 +83,7 @@ class Bench:
         assert self.config.control.whatif is not None
         self.rounds: list[Round] = []
         self.closed = 0
+        self.fails = False
         self.versions: list[Version] = []
         self.held = Held(replicas=1, stored_bytes=7)
         self.contents: list[Contents] | None = None
@@ -106,6 +107,8 @@ class Bench:
         self.rounds.append(work)
         try:
             yield Basis(len(work.records), 0, 1.0, "the test", None)
+            if self.fails:
+                raise RuntimeError("the replay's process was killed")
             present = Prediction("full", dict(FIGURES), 20)
             yield Replayed(WhatIfCandidate(NOW, {}), present, present, error={"hit_rate": 0.01}, judged=20)
             for candidate in work.candidates:
@@ -231,6 +234,32 @@ def test_the_loop_goes_on_after_a_fault_and_shows_it():
         await asyncio.sleep(60)
         assert (await bench.whatif.table())["fault"] is None
         assert bench.rounds_counted() == ["failed", "done"]
+        running.cancel()
+
+    clocks.run(scenario())
+
+
+def test_rounds_that_fail_in_a_row_are_counted_through_load_until_one_succeeds():
+    async def scenario() -> None:
+        bench = Bench()
+
+        def failed() -> float:
+            return bench.metrics.held[telemetry.WHATIF_FAILED.name, "replays"]
+
+        bench.fails = True
+        await bench.come()
+        running = asyncio.create_task(bench.whatif.run())
+        await asyncio.sleep(1 + service_module.PAUSE_SECONDS)
+        assert failed() == 2
+        await bench.come(waiting=service_module.WAITING_PER_REPLICA + 1)
+        await asyncio.sleep(service_module.PAUSE_SECONDS)
+        assert ((await bench.whatif.table())["fault"], failed()) == (None, 2)
+        await bench.come()
+        await asyncio.sleep(service_module.REST_SECONDS + service_module.PAUSE_SECONDS)
+        assert failed() >= 3
+        bench.fails = False
+        await asyncio.sleep(60)
+        assert ((await bench.whatif.table())["state"], failed()) == ("up to date", 0)
         running.cancel()
 
     clocks.run(scenario())

@@ -15,9 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warmkv.logs import LineLimit
 from warmkv.platform.access_log import AccessLog
-from warmkv.platform.gateway.access.authentication import path_of
-from warmkv.platform.gateway.access.browsers import of_operators
 from warmkv.platform.gateway.apis.errors import clipped
+from warmkv.platform.gateway.paths import of_operators, path_of
 
 log = logging.getLogger(__name__)
 

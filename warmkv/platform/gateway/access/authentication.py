@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from warmkv.platform.gateway import console
 from warmkv.platform.gateway.apis.errors import ApiError
+from warmkv.platform.gateway.paths import path_of
 from warmkv.platform.tenants import Caller, Tenant, authenticate
 from warmkv.platform.tenants_file import Tenants
 
@@ -43,12 +44,6 @@ class Authentication:
             await self._refuse(request, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-
-def path_of(scope: Scope) -> str:
-    """Return the path within the application, without `gateway.route_prefix`."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
 
 
 def tenant_of(request: Request) -> Tenant:

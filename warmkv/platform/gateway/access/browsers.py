@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from warmkv.platform.gateway.access.authentication import path_of
+from warmkv.platform.gateway.paths import of_operators, path_of
 
 METHODS = ("GET", "PUT", "POST", "DELETE")
 HEADERS = (
@@ -45,8 +45,3 @@ class OperatorsCors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shared = scope["type"] == "http" and of_operators(path_of(scope))
         await (self._shared if shared else self._app)(scope, receive, send)
-
-
-def of_operators(path: str) -> bool:
-    """Return True for a path within the application that is for operators only."""
-    return path.startswith("/v1/warmkv/") and path != "/v1/warmkv/prefixes"

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from warmkv.config import Config
 from warmkv.platform.gateway.apis.answer import Answer
 from warmkv.platform.gateway.apis.errors import ApiError
-from warmkv.platform.gateway.faults import OPENAI_APIS, api_of
+from warmkv.platform.gateway.paths import OPENAI_APIS, api_of, path_of
 from warmkv.platform.tenants import Tenant
 from warmkv.policies.rate_limit import LimitedRequest, Quota, RateLimiter, RateLimitError
 
@@ -111,7 +111,7 @@ class EndLeases:
         async def send_with_headers(message: Message) -> None:
             lease: Lease | None = state.get("lease")
             if lease is not None and message["type"] == "http.response.start":
-                more = [(name.encode(), value.encode()) for name, value in lease.headers(scope["path"])]
+                more = [(name.encode(), value.encode()) for name, value in lease.headers(path_of(scope))]
                 message["headers"] = [*message["headers"], *more]
             await send(message)
 

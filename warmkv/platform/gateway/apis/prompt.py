@@ -4,57 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from warmkv.platform.gateway.apis.errors import ApiError, invalid
 from warmkv.platform.gateway.apis.template_options import END_OF_THINKING, split_thinking, thinking_key
 from warmkv.platform.gateway.apis.templates import uses_of_content
-from warmkv.platform.gateway.apis.tokens import Outline, Piece, Place, Rendered
+from warmkv.platform.gateway.apis.tokens import Outline, Piece, Rendered
+from warmkv.platform.gateway.apis.tool_places import Cuts, places_of
+from warmkv.platform.gateway.apis.turns import ContentBlock, Role, Turn, flat, is_json, leading
 from warmkv.prefixes.misses import content_hash, names_of
-
-Role = Literal["tools", "system", "user", "assistant", "tool"]
-
-
-@dataclass(frozen=True, slots=True)
-class ContentBlock:
-    """A content block: its text, and the TTL name if it is marked with cache_control.
-
-    In a turn of `tools` the text is a tool's definition as JSON; where `call` names a tool, its arguments as JSON. Of
-    both, `value` is the same as Python objects. `id` is that of a call, or of the call that a result answers. `place`
-    is where it stands in the request.
-    """
-
-    text: str
-    ttl: str | None = None
-    call: str | None = None
-    value: Any = field(default=None, compare=False)
-    place: Place = field(default=(), compare=False)
-    id: str | None = field(default=None, compare=False)
-
-    @classmethod
-    def of_value(
-        cls, value: Any, ttl: str | None = None, call: str | None = None, place: Place = (), id_: str | None = None
-    ) -> ContentBlock:
-        """Return the block of a tool's definition, or of the arguments of a call."""
-        return cls(to_json(value), ttl, call, value, place, id_)
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A message: who speaks, and its content blocks. The tools come first, as a turn of their own.
-
-    `thinking` comes before an assistant's blocks; the template shows it, or leaves it out.
-    """
-
-    role: Role
-    blocks: tuple[ContentBlock, ...]
-    thinking: str = ""
 
 
 class _Marks(NamedTuple):
@@ -127,7 +90,7 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
     marks = _marks()
     turns, marked = _alternating_turns(turns, partial(apply, marks=marks))
     uses = uses_of_content(source) if source else None
-    texts = ([block.text for block in turn.blocks if not _is_json(turn, block)] for turn in turns)
+    texts = ([block.text for block in turn.blocks if not is_json(turn, block)] for turn in turns)
     if uses is None or not all(uses.ignore_marks(said) for said in texts if said):
         plain = apply(turns, _NO_MARKS)
         if marks.within(marked) != plain:  # some templates strip messages
@@ -137,14 +100,14 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
                 raise invalid(
                     "This model's chat template changes message content, so cache breakpoints cannot be placed."
                 )
-    blocks = _flat(turns)
-    said = [index for index, (turn, block) in enumerate(blocks) if not _is_json(turn, block)]
+    blocks = flat(turns)
+    said = [index for index, (turn, block) in enumerate(blocks) if not is_json(turn, block)]
 
-    def found() -> tuple[list[str], list[str], _Cuts]:
+    def found() -> tuple[list[str], list[str], Cuts]:
         contents, templates = _apart(marked, marks)
         if len(contents) != len(said):
             raise invalid("This model's chat template leaves out or repeats message content.")
-        return contents, templates, _places(turns, list(map(marks.blanked, templates)))
+        return contents, templates, places_of(turns, list(map(marks.blanked, templates)))
 
     contents, templates, cuts = found()
     if cuts.not_json:  # strings in them must be told from what the template writes
@@ -169,7 +132,7 @@ def render(tokenizer: Any, turns: Sequence[Turn], variables: Mapping[str, Any] |
             at = stop
     pieces = [piece for piece in pieces if piece.text or piece.block is not None]
     ttls = tuple(block.ttl for _, block in blocks)
-    return Rendered(pieces, ttls, len(_flat(_leading(turns))), _outline(turns, shown))
+    return Rendered(pieces, ttls, len(flat(leading(turns))), _outline(turns, shown))
 
 
 def _apart(marked: str, marks: _Marks) -> tuple[list[str], list[str]]:
@@ -185,7 +148,7 @@ def _apart(marked: str, marks: _Marks) -> tuple[list[str], list[str]]:
 
 def _outline(turns: Sequence[Turn], shown: Sequence[int]) -> Outline:
     """Return what is known of the blocks of turns, of which thinking was shown behind some blocks."""
-    blocks = _flat(turns)
+    blocks = flat(turns)
     runs = ["result" if turn.role == "tool" else "call" if block.call is not None else "" for turn, block in blocks]
     joined = (bool(run) and run == before for before, run in itertools.pairwise(["", *runs]))
     contents = tuple(content_hash(turn.role, block.call or "", block.text) for turn, block in blocks)
@@ -283,76 +246,6 @@ def _shows_system_messages(tokenizer: Any) -> bool:
     return bool(re.search("A0.*A1.*A2.*A3.*A4", text, re.DOTALL))
 
 
-def _flat(turns: Sequence[Turn]) -> list[tuple[Turn, ContentBlock]]:
-    return [(turn, block) for turn in turns for block in turn.blocks]
-
-
-def _is_json(turn: Turn, block: ContentBlock) -> bool:
-    """Return True where the template shows a block as JSON, rather than as a message's text."""
-    return turn.role == "tools" or block.call is not None
-
-
-def _leading(turns: Sequence[Turn]) -> Sequence[Turn]:
-    """Return the turns before the messages: the tools and the system prompt."""
-    return list(itertools.takewhile(lambda turn: turn.role in ("tools", "system"), turns))
-
-
-class _Cuts(NamedTuple):
-    """Where tools and calls are: for each of a template's pieces (start, stop, content block). Some are no JSON."""
-
-    places: list[list[tuple[int, int, int]]]
-    not_json: set[int]  # content blocks
-
-
-def _places(turns: Sequence[Turn], templates: Sequence[str]) -> _Cuts:
-    """Find the tools and calls in the template. Those that it does not show as JSON end with the piece they are in.
-
-    `templates[i]` stands behind the text of i blocks. Tools stand somewhere before the first message's text, a call
-    behind the text of its message. The first match counts, so a place does not depend on what follows it. The form in
-    which the first tool and the first call are found is tried first for all others, so that a search ends where it
-    finds something and all of them together are linear. Raises ApiError (400) where one is not shown at all.
-    """
-    not_json = set[int]()
-    named = (0, 0)  # piece and place behind the name of the last that is no JSON
-    places: list[list[tuple[int, int, int]]] = [[] for _ in templates]
-    texts = index = at = offset = 0
-    usual: dict[bool, Sequence[int]] = {}  # order in which forms are tried, of tools and of calls
-    head = sum(not _is_json(turn, block) for turn, block in _flat(_leading(turns)))
-    for turn in turns:
-        texts += sum(not _is_json(turn, block) for block in turn.blocks)
-        for block in turn.blocks:
-            if _is_json(turn, block):
-                is_tool = turn.role == "tools"
-                pieces = range(at, head + 1) if is_tool else range(texts, texts + 1)
-                form = cache(partial(_form, turn, block))
-                kinds = range(4 if is_tool else 2)
-                order = usual.get(is_tool, kinds)
-                found = (
-                    (piece, start, start + len(form(kind)), kind)
-                    for piece in pieces
-                    for kind in order
-                    if (start := templates[piece].find(form(kind), offset if piece == at else 0)) >= 0
-                )
-                if (place := next(found, None)) is not None:
-                    at, start, offset, kind = place
-                    usual[is_tool] = (kind, *(other for other in kinds if other != kind))
-                else:
-                    name: str = block.value["function"]["name"] if is_tool else (block.call or "")
-                    pieces = range(named[0] if is_tool else texts, pieces.stop)
-                    ends = (
-                        (piece, templates[piece].find(name, named[1] if piece == named[0] else 0)) for piece in pieces
-                    )
-                    if (shown := next((end for end in ends if end[1] >= 0), None)) is None:
-                        raise invalid("This model's chat template does not show tools and their calls.")
-                    named = (shown[0], shown[1] + len(name))
-                    not_json.add(index)
-                    at = head if is_tool else texts
-                    start = offset = len(templates[at])
-                places[at].append((start, offset, index))
-            index += 1
-    return _Cuts(places, not_json)
-
-
 def _quoted(turns: Sequence[Turn], blocks: set[int], marks: _Marks) -> list[Turn]:
     """Return turns with marks around the strings in some calls, and around descriptions in some tools."""
     numbers = itertools.count()
@@ -376,21 +269,9 @@ def _quote(value: Any, marks: _Marks, *, everywhere: bool) -> Any:
     return marks.quote + value + marks.unquote if everywhere and isinstance(value, str) else value
 
 
-def _form(turn: Turn, block: ContentBlock, kind: int) -> str:
-    """Return a form in which templates write a call's arguments, or a tool: whole, or what is under `function`."""
-    if kind == 0:
-        return block.text
-    return to_json(block.value["function"] if kind > 1 else block.value, 4 if kind % 2 else None)
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON as the templates' own filter writes it."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
 def _apply(tokenizer: Any, turns: Sequence[Turn], marks: _Marks, *, key: str | None, options: Mapping[str, Any]) -> str:
     """Render the conversation with marks around texts and thinking, which goes under `key`."""
-    tools = [block.value for turn, block in _flat(turns) if turn.role == "tools"]
+    tools = [block.value for turn, block in flat(turns) if turn.role == "tools"]
     calls = _Calls()
     messages = [_message(turn, marks, key, calls) for turn in turns if turn.role != "tools"]
     try:
@@ -431,7 +312,7 @@ def _message(turn: Turn, marks: _Marks, key: str | None, known: _Calls) -> dict[
 def _stripped(turn: Turn) -> Turn:
     """Return the turn without whitespace at the two ends of its text."""
     blocks = list(turn.blocks)
-    if said := [i for i, block in enumerate(blocks) if not _is_json(turn, block)]:
+    if said := [i for i, block in enumerate(blocks) if not is_json(turn, block)]:
         blocks[said[0]] = replace(blocks[said[0]], text=blocks[said[0]].text.lstrip())
         blocks[said[-1]] = replace(blocks[said[-1]], text=blocks[said[-1]].text.rstrip())
     return replace(turn, blocks=tuple(blocks))

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from warmkv.config import Config
 from warmkv.platform.gateway.apis.errors import ApiError
+from warmkv.platform.gateway.paths import of_operators, path_of
 
 SHORTEST, LONGEST = 1, 60  # seconds that a refusal may name
 
@@ -76,7 +77,8 @@ class OpenRequests:
         self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT") or "/v1/warmkv/" in scope["path"]:
+        counts = scope["type"] == "http" and scope["method"] in ("POST", "PUT") and not of_operators(path_of(scope))
+        if not counts:
             await self._app(scope, receive, send)
         elif self._open >= self._most:
             error = ApiError(

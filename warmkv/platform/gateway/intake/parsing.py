@@ -16,13 +16,13 @@ from warmkv.platform.gateway.apis.messages.turns import MessageReading
 from warmkv.platform.gateway.apis.openai import requests as openai
 from warmkv.platform.gateway.apis.openai.chat import NamedChoice
 from warmkv.platform.gateway.apis.overflow import answer_too_long
-from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest, in_own_terms
 from warmkv.platform.gateway.apis.responses.store import Item
 from warmkv.platform.gateway.apis.schema import FieldsLeftOut, ParsedRequest, WarmkvOptions, parse
 from warmkv.platform.gateway.apis.structured import thinking_is_open
 from warmkv.platform.gateway.apis.template_options import variables
 from warmkv.platform.gateway.apis.tokens import Prompt
+from warmkv.platform.gateway.apis.turns import Turn
 from warmkv.platform.gateway.intake.body_limits import BodyLimits, too_many
 from warmkv.platform.gateway.intake.constraining import ToolUse, constrained
 from warmkv.platform.gateway.intake.prompts import Prompts

@@ -11,9 +11,10 @@ from warmkv.platform.gateway.apis.chat_parsing.format import ResponseFormat
 from warmkv.platform.gateway.apis.cuts import cuts_between_words
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.overflow import PromptTooLongError
-from warmkv.platform.gateway.apis.prompt import Turn, render
+from warmkv.platform.gateway.apis.prompt import render
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import SLICE, Prompt, Rendered, num_tokens, tokenize
+from warmkv.platform.gateway.apis.turns import Turn
 from warmkv.platform.gateway.service import Arrival
 from warmkv.platform.tenants import chain_root
 

@@ -12,7 +12,7 @@ from tests.unit.platform.asgi import Gateway, Reply
 from tests.unit.platform.gateway.access.test_access import OF_OPERATORS, OPERATORS, TENANTS
 from warmkv.config import ConfigError, load
 from warmkv.platform.gateway.access import audit
-from warmkv.platform.gateway.access.browsers import of_operators
+from warmkv.platform.gateway.paths import of_operators
 
 GRAFANA = "http://grafana.example.org:3000"
 POLICY = "/v1/warmkv/policy"

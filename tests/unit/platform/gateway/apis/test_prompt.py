@@ -18,11 +18,12 @@ from warmkv.config import ModelConfig
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages.content import AssistantMessage, UserMessage
 from warmkv.platform.gateway.apis.messages.turns import MessageReading
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
+from warmkv.platform.gateway.apis.prompt import render
 from warmkv.platform.gateway.apis.template_options import variables, variables_of
 from warmkv.platform.gateway.apis.thinking import restore, seal, sign
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import Prompt, tokenize
+from warmkv.platform.gateway.apis.turns import ContentBlock, Turn
 from warmkv.replicas.loading.tokenizer import load_tokenizer
 
 

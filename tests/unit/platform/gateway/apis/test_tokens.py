@@ -19,10 +19,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tests.unit.platform.exchanges import Gateway, arrival, chat, message
 from warmkv.config import LimitsConfig, ModelConfig
 from warmkv.platform.gateway.apis import cuts, tokens
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, render
+from warmkv.platform.gateway.apis.prompt import render
 from warmkv.platform.gateway.apis.templates import Uses, uses_of_content
 from warmkv.platform.gateway.apis.token_cache import TokenCache, TokenizedPiece
 from warmkv.platform.gateway.apis.tokens import OPTIONS, Piece, Prompt, Rendered, tokenize
+from warmkv.platform.gateway.apis.turns import ContentBlock, Turn
 from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.tenants import Tenant, chain_root
 from warmkv.prefixes import breakpoints

@@ -216,7 +216,7 @@ def test_more_open_requests_than_the_gateway_takes_are_refused_as_its_apis_say_i
         gateway = Gateway(tmp_path, *FEW)
         open_ = [Exchange(gateway, "/v1/messages") for _ in range(4)]
         await asyncio.sleep(0)
-        for path in ("/v1/messages", "/v1/completions"):
+        for path in ("/v1/messages", "/v1/completions", "/x/v1/warmkv/policy"):
             refused = await Exchange(gateway, path).whole()  # its body is not waited for
             assert (refused.status, refused.json["error"]["type"]) == (529, "overloaded_error")
             assert "cluster.max_queued_requests" in refused.error

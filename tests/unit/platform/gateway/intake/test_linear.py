@@ -20,9 +20,10 @@ from tests.unit.platform.work import work_of
 from warmkv.config import GatewayConfig, LimitsConfig
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages.requests import MessagesRequest
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, _places
 from warmkv.platform.gateway.apis.responses.store import ResponseStore
 from warmkv.platform.gateway.apis.schema import parse
+from warmkv.platform.gateway.apis.tool_places import places_of
+from warmkv.platform.gateway.apis.turns import ContentBlock, Turn
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.gateway.live_config import ChangeBody, RollbackBody
@@ -296,7 +297,7 @@ def test_tools_are_found_in_one_pass_over_the_prompt(form):
             Turn("user", (ContentBlock("x"),)),
         ]
         Searched.read = 0
-        places = _places(turns, [Searched(text), Searched("end")]).places
+        places = places_of(turns, [Searched(text), Searched("end")]).places
         assert len(places[0]) == n
         return Searched.read
 

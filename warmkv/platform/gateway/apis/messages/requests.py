@@ -20,9 +20,9 @@ from warmkv.platform.gateway.apis.messages.content import (
 )
 from warmkv.platform.gateway.apis.messages.context_edits import ContextManagement
 from warmkv.platform.gateway.apis.messages.turns import MessageReading, mark_last
-from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
 from warmkv.platform.gateway.apis.structured import OutputFormat, Wanted
+from warmkv.platform.gateway.apis.turns import Turn
 from warmkv.prefixes import breakpoints
 from warmkv.replicas.protocol import SamplingParams
 

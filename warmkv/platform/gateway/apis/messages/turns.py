@@ -20,8 +20,8 @@ from warmkv.platform.gateway.apis.messages.content import (
     ToolUseBlock,
     UserMessage,
 )
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Turn, to_json
 from warmkv.platform.gateway.apis.tokens import Place, place_name
+from warmkv.platform.gateway.apis.turns import ContentBlock, Turn, to_json
 from warmkv.prefixes.prompt_text import BILLING_LINE
 
 

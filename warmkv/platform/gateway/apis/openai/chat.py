@@ -9,8 +9,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
 from warmkv.platform.gateway.apis.errors import clipped, invalid
-from warmkv.platform.gateway.apis.prompt import ContentBlock, Role, Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, TextContent
+from warmkv.platform.gateway.apis.turns import ContentBlock, Role, Turn
 
 TOOL_NAME = r"^[a-zA-Z0-9_-]{1,128}$"
 

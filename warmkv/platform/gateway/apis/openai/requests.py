@@ -11,9 +11,9 @@ from pydantic import Field, field_validator, model_validator
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.openai import chat
 from warmkv.platform.gateway.apis.openai.chat import AllowedChoice, ChatMessage, ChatTool, NamedChoice, ToolChoice
-from warmkv.platform.gateway.apis.prompt import Turn
 from warmkv.platform.gateway.apis.schema import Body, Items, TemplateVariables, WarmkvOptions
 from warmkv.platform.gateway.apis.structured import StructuredFields
+from warmkv.platform.gateway.apis.turns import Turn
 from warmkv.replicas.protocol import SamplingParams
 
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from warmkv import telemetry
-from warmkv.telemetry import DECODING, KV_BYTES, LIVE_CONFIG_CHANGE, REJECTED, TTFT, WHATIF_ERROR, RayRecorder
+from warmkv import recorders, telemetry
+from warmkv.recorders import Bounded, RayRecorder
+from warmkv.telemetry import DECODING, KV_BYTES, LIVE_CONFIG_CHANGE, REJECTED, TTFT, WHATIF_ERROR
 
 
 class Calls:
@@ -34,7 +35,7 @@ class Calls:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> dict[str, Calls]:
     """Ray's metrics by name; nothing is flushed but by the test."""
-    monkeypatch.setattr(telemetry, "FLUSH_SECONDS", 1e6)
+    monkeypatch.setattr(recorders, "FLUSH_SECONDS", 1e6)
     Calls.made = {}
     for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(f"ray.util.metrics.{kind}", Calls)
@@ -117,9 +118,14 @@ def test_wrong_labels_are_refused_where_they_are_recorded(ray):
 
 def test_it_flushes_by_itself(ray, monkeypatch):
     flushed = threading.Event()
-    monkeypatch.setattr(telemetry, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(recorders, "FLUSH_SECONDS", 0.01)
     recorded = recorder(REJECTED)
     monkeypatch.setattr(ray[REJECTED.name], "inc", lambda value, tags: flushed.set())
     recorded.add(REJECTED, 1, reason="a")
     assert flushed.wait(60)
-    monkeypatch.setattr(telemetry, "FLUSH_SECONDS", 1e6)  # its thread rests from now on
+    monkeypatch.setattr(recorders, "FLUSH_SECONDS", 1e6)  # its thread rests from now on
+
+
+def test_a_label_has_a_bounded_number_of_values() -> None:
+    label = Bounded(most=2)
+    assert [label(tenant) for tenant in ("a", "b", "a", "c", "b", "d")] == ["a", "b", "a", "other", "b", "other"]

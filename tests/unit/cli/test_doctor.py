@@ -1,0 +1,160 @@
+"""`warmkv doctor` tells what `warmkv serve` would refuse, goes on with the rest, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from warmkv.cli import app
+from warmkv.config import load
+from warmkv.extras import EXTRAS
+from warmkv.platform.tenants import hash_key
+from warmkv.replicas.block_store import Identity, disk
+from warmkv.replicas.loading.load import load_model
+
+FREE_PORT = "gateway.port=0"
+
+
+def run(*settings: str, metrics_port: int = 0) -> Result:
+    flags = (part for setting in (FREE_PORT, *settings) for part in ("--set", setting))
+    return CliRunner().invoke(app, ["doctor", "--json", "--metrics-port", str(metrics_port), *flags])
+
+
+def test_it_checks_the_model_and_plans_its_memory():
+    found = json.loads(run().stdout)
+    assert {finding["state"] for finding in found} == {"ok"}
+    named = [finding["what"] for finding in found]
+    assert named[-4:] == ["device", "model", "memory plan", "self-check"]
+
+
+def test_it_lists_every_extra_where_one_is_missing(monkeypatch):
+    for module in ("ray", "optuna"):
+        monkeypatch.setitem(sys.modules, module, None)
+    result = run()
+    assert result.exit_code == 1
+    found = {finding["what"]: finding for finding in json.loads(result.stdout)}
+    assert set(found) == {"python", *(f"extra {name}" for name in EXTRAS if name not in ("vllm", "flash"))}
+    assert "ray: pip install 'warmkv[serve]'" in found["extra serve"]["detail"]
+    assert found["extra tune"]["state"] == "missing"
+
+
+def doctor(*settings: str, metrics_port: int = 0) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Return the exit code, and by name the state and detail of what was looked at."""
+    result = run(*settings, metrics_port=metrics_port)
+    return result.exit_code, {one["what"]: (one["state"], one["detail"]) for one in json.loads(result.stdout)}
+
+
+DISK = "prefix_cache.disk.memory_bytes=1MiB"
+OF_GROUP = "cluster.groups.small.prefix_cache.disk={memory_bytes: 1MiB, path: {}}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "says"),
+    [
+        (["gateway.host=0.0.0.0"], "listening", "0.0.0.0 is reached from other machines"),
+        (
+            ["gateway.tenants_file={}/none.yaml"],
+            "tenants",
+            "none.yaml (gateway.tenants_file): it cannot be read: No such",
+        ),
+        (["gateway.tenants_file={}/file"], "tenants", "file (gateway.tenants_file): expected a mapping with `tenants`"),
+        (["gateway.access_log={}/file/log"], "access log", "file (gateway.access_log): File exists"),
+        (["gateway.access_log={}"], "access log", "(gateway.access_log): Is a directory"),
+        (["control.path={}/file"], "versions", "file (control.path): File exists"),
+        (["prefix_cache.disk.path={}/file/blocks", DISK], "disk tier", "(prefix_cache.disk.path): Not a directory"),
+        (
+            [DISK, "prefix_cache.disk.path={}/blocks", OF_GROUP.replace("{}", "{}/file/blocks")],
+            "disk tier of small",
+            "(cluster.groups.small.prefix_cache.disk.path): Not a directory",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else None,
+)
+def test_it_tells_what_serve_would_refuse_and_looks_at_the_rest(tmp_path: Path, settings, what, says):
+    (tmp_path / "file").write_text("no tenants\n")
+    code, found = doctor(*(setting.replace("{}", str(tmp_path)) for setting in settings))
+    assert code == 1
+    assert [name for name, (state, _) in found.items() if state != "ok"] == [what]
+    assert says in found[what][1]
+    assert "self-check" in found
+
+
+def test_it_leaves_no_log_and_no_folder_of_versions_behind(tmp_path: Path):
+    (tmp_path / "tenants.yaml").write_text(f"tenants: [{{name: a, key_sha256: {hash_key('a key')}}}]\n")
+    code, found = doctor(
+        "gateway.host=0.0.0.0",
+        f"gateway.tenants_file={tmp_path}/tenants.yaml",
+        f"gateway.access_log={tmp_path}/logs/today/access.jsonl",
+        f"control.path={tmp_path}/versions",
+        f"prefix_cache.disk.path={tmp_path}/blocks",
+        DISK,
+        OF_GROUP.replace("{}", f"{tmp_path}/small/blocks"),
+    )
+    assert code == 0, found
+    assert found["tenants"] == ("ok", "tenants: 1, operators: 0")
+    assert found["disk tier"] == ("ok", f"{tmp_path}/blocks/0 can be written")
+    assert found["disk tier of small"] == ("ok", f"{tmp_path}/small/blocks/0 can be written")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tenants.yaml"]
+
+
+def test_it_leaves_the_blocks_of_a_disk_tier_alone(tmp_path: Path):
+    settings = f"prefix_cache.disk.path={tmp_path}/blocks", DISK
+    config = load(flags=settings, environ={})
+    model = load_model(config.model)
+    folder = disk.claim(tmp_path / "blocks", Identity.of(model, config.prefix_cache.block_size), "model")
+    block = folder.file(bytes(16))
+    block.parent.mkdir()
+    block.write_bytes(b"cut short")  # a replica that started would remove it
+    folder.release()
+    _, found = doctor(*settings)
+    assert found["disk tier"] == ("ok", f"{folder.path} can be written")
+    assert block.read_bytes() == b"cut short"
+
+
+def test_it_finds_ports_that_are_taken():
+    with socket.create_server(("127.0.0.1", 0)) as gateway, socket.create_server(("0.0.0.0", 0)) as metrics:
+        taken, shown = (one.getsockname()[1] for one in (gateway, metrics))
+        code, found = doctor(f"gateway.port={taken}", metrics_port=shown)
+    assert code == 1
+    says = "Address already in use; 0 takes a free port"
+    assert found["listening"] == ("failed", f"127.0.0.1:{taken} (gateway.host, gateway.port): {says}")
+    assert found["metrics"] == ("failed", f"0.0.0.0:{shown} (--metrics-port): {says}")
+    assert found["self-check"][0] == "ok"
+    code, found = doctor(f"gateway.port={taken}", metrics_port=shown)
+    assert (code, found["listening"][0], found["metrics"]) == (0, "ok", ("ok", f"port {shown} is free"))
+
+
+def test_serve_tells_a_metrics_port_that_is_taken_before_it_starts_ray():
+    with socket.create_server(("0.0.0.0", 0)) as metrics:
+        port = metrics.getsockname()[1]
+        result = CliRunner().invoke(app, ["serve", "--port", "0", "--metrics-port", str(port)])
+    assert result.exit_code == 1
+    assert f"0.0.0.0:{port} (--metrics-port): Address already in use" in result.stderr
+
+
+def test_it_keeps_a_log_that_is_there(tmp_path: Path):
+    (tmp_path / "access.jsonl").write_text("{}\n")
+    code, _ = doctor(f"gateway.access_log={tmp_path}/access.jsonl")
+    assert code == 0
+    assert (tmp_path / "access.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize(
+    ("flag", "what", "says"),
+    [
+        ("model.path=/nowhere", "model", "/nowhere"),
+        ("engine.kv_bytes=1PiB", "memory plan", "needed 1,125,899"),
+    ],
+)
+def test_it_says_what_fails_and_ends_with_1(flag, what, says):
+    result = run(flag)
+    assert result.exit_code == 1
+    last = json.loads(result.stdout)[-1]
+    assert (last["what"], last["state"]) == (what, "failed")
+    assert says in last["detail"]
