@@ -23,7 +23,7 @@ from benchmarks.engine.results import Results
 from benchmarks.live.traffic import Traffic
 from benchmarks.routing.live import AT_ONCE, HOTTEST, REPLICAS, TRAFFIC
 from warmkv.config import Config, RoutingConfig, parse
-from warmkv.policies import routing
+from warmkv.policies import batching, routing
 from warmkv.policies.routing import View
 from warmkv.prefixes.hashing import block_hashes
 from warmkv.prefixes.record import RequestRecord
@@ -251,13 +251,18 @@ def outcome(
 
 @contextmanager
 def _ruled_by(rule: str) -> Iterator[None]:
-    """Let the default policy be another rule: a peer's is no setting of the service."""
-    policies = dict(routing.POLICIES)
+    """Let the default policy be another rule: a peer's is no setting of the service.
+
+    Peers leave the order of waiting requests to vLLM, which takes those that come first; ours gives it priorities.
+    """
+    policies, delay = dict(routing.POLICIES), batching.delay
     if rule in PEERS:
         routing.POLICIES["prefix_cost"] = PEERS[rule]()
+        batching.delay = lambda lacking: 0
     elif rule == BOUND:
         routing.POLICIES["prefix_cost"] = least_work
     try:
         yield
     finally:
         routing.POLICIES.update(policies)
+        batching.delay = delay

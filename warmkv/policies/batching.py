@@ -19,8 +19,6 @@ OLDEST_SHARE = 4
 PASSES = 16
 """How often others may be admitted before a request that is next; and how many waiting requests are considered."""
 
-PASSED_WORK = 8
-"""How many times the tokens that a request lacks may pass it where the queue's order is fixed on arrival (`delay`)."""
 
 LONGEST_STEP = 2
 """How many times as long as behind short contexts a step may take while sequences decode. Fewer tokens behind a long
@@ -37,10 +35,10 @@ Request = TypeVar("Request", bound=WaitingRequest)
 def delay(lacking: int) -> int:
     """Return the work, in tokens, that may pass a request of whose prompt so many tokens are not warm on arrival.
 
-    Shortest remaining processing time first for engines that take priorities (vLLM): `FairQueue.push` takes it. Where
-    more requests wait than memory holds, those that are warm begin before they are evicted.
+    Shortest remaining processing time first for engines that take priorities (vLLM), for `FairQueue.push`: of PASSES
+    requests of its size. Where more wait than memory holds, those that are warm begin before they are evicted.
     """
-    return PASSED_WORK * lacking
+    return PASSES * lacking
 
 
 def work_per_token(context: int, keys_per_token: float, decoding: int) -> float:

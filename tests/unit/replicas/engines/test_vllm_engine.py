@@ -16,7 +16,7 @@ from tests.polling import PATIENCE
 from tests.unit.replicas.conftest import make_request
 from warmkv.config import EngineConfig, PrefixCacheConfig, parse
 from warmkv.models import tiny
-from warmkv.policies.batching import PASSED_WORK
+from warmkv.policies.batching import PASSES
 from warmkv.policies.keep_warm import KeptPrefix
 from warmkv.policies.memory_plan import ModelSizes
 from warmkv.policies.prefix_cache import Lifetimes
@@ -363,7 +363,7 @@ def test_a_prompt_that_is_warm_passes_one_that_is_not(monkeypatch):
         await turns()
         cold, short, warm_one = here.priorities
         assert warm_one < short < cold
-        assert cold == PASSED_WORK * 40
+        assert cold == PASSES * 40
         for name in ("cold", "short", "warm"):
             here.put(name, output(EOS, finish="stop"))
         await turns()
