@@ -135,7 +135,9 @@ class Engine:
         random = np.random.Generator(np.random.Philox(request.sampling.seed))
         processor = LogitsProcessor.of(request, self.model.eos_ids, matcher)
         sequence = Sequence(request, policy, emit, self._clock(), random, processor)
-        self._inbox.submit(sequence, partial(self.scheduler.check, sequence))
+        self.scheduler.validate(sequence)
+        self.scheduler.size(sequence)
+        self._inbox.submit(sequence, partial(self.scheduler.check_queue, sequence))
 
     def cancel(self, request_id: str) -> None:
         """Stop a request and free what it holds; nothing happens if it has ended already."""

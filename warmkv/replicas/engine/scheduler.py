@@ -135,11 +135,8 @@ class Scheduler:
     preempted: int = 0  # requests set aside so far
     completions: Completions = field(default_factory=Completions)
 
-    def check(self, sequence: Sequence, arriving: int) -> None:
-        """Raise UnservableRequestError if the request can never be admitted, QueueFullError if too many wait.
-
-        `arriving` requests are on their way to the queue.
-        """
+    def validate(self, sequence: Sequence) -> None:
+        """Raise UnservableRequestError if a request is malformed or exceeds the context."""
         tokens, new = sequence.prompt_tokens, sequence.request.sampling.max_tokens
         given = (*sequence.request.token_ids, *sequence.request.resume)
         if not tokens or min(given) < 0 or max(given) >= self.vocabulary:
@@ -158,6 +155,10 @@ class Scheduler:
             raise UnservableRequestError(
                 f"{tokens} prompt tokens and max_tokens {new} exceed the context of {self.max_context} tokens"
             )
+
+    def size(self, sequence: Sequence) -> None:
+        """Set the bytes of a request's slot and workspace. Raises UnservableRequestError if they can never fit."""
+        tokens, slot_request = sequence.prompt_tokens, sequence.slot_request
         sequence.workspace_bytes = workspace_bytes(
             sequence.policy.spec, self.shape, tokens, len(sequence.request.marks)
         )
@@ -166,6 +167,9 @@ class Scheduler:
         needed = sequence.slot_bytes + sequence.workspace_bytes
         if needed > self.kv.bytes:
             raise UnservableRequestError(f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.kv}")
+
+    def check_queue(self, sequence: Sequence, arriving: int) -> None:
+        """Raise QueueFullError if too many wait; `arriving` requests are on their way to the queue."""
         if sequence.request.resume:  # its client has a part of the answer: it was given a place elsewhere
             return
         free = self.config.max_slots - len(self.decoding) - len(self.prefilling)
