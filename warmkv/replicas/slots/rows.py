@@ -21,6 +21,8 @@ Bools = npt.NDArray[np.bool_]
 
 FREE = -1
 """Owner of a free row."""
+EVICTED_LAST = 1e30
+"""Added to the scores of recent and protected entries."""
 ADVANCED = ("count", "packed", "cursor", "tail_start", "waiting")
 """Columns of `RowTable` that a decode step changes."""
 APPEND, RING, ARGMIN = (get_args(DecodeRule).index(rule) for rule in ("append", "ring", "argmin"))

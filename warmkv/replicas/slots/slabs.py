@@ -24,10 +24,7 @@ from warmkv.replicas.slots.attention_metadata import AttentionMetadata, Progress
 from warmkv.replicas.slots.piece import Piece
 from warmkv.replicas.slots.row_facts import NOT_FUSED, facts, line
 from warmkv.replicas.slots.row_memory import RowMemory
-from warmkv.replicas.slots.rows import FREE, Bools, Ints, PendingPack, RowTable, seen_uncompressed
-
-RECENT = 1e30
-"""Added to the score of recent entries, so that argmin takes them last."""
+from warmkv.replicas.slots.rows import EVICTED_LAST, FREE, Bools, Ints, PendingPack, RowTable, seen_uncompressed
 
 PACKED_AT_ONCE = 1 << 24
 """Numbers that are packed at a time, in as many layers as they are of."""
@@ -280,7 +277,7 @@ class Slab:
         """
         scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self.memory.scores, self.memory.ages))
         used = self._counting[: self.kind.packed] < in_use[:, None]
-        scores = torch.where((ages > oldest[:, None]) | (ages < early[:, None]), scores + RECENT, scores)
+        scores = torch.where((ages > oldest[:, None]) | (ages < early[:, None]), scores + EVICTED_LAST, scores)
         if self.kind.window:  # nothing sees what has left the window
             scores = scores.masked_fill(ages <= newest[:, None] - self.kind.window, float("-inf"))
         scores = scores.masked_fill(~used, float("inf"))

@@ -4,12 +4,11 @@
 import triton
 import triton.language as tl
 
+from warmkv.replicas.slots import rows as row_table
 from warmkv.replicas.slots.kernels import table
 from warmkv.replicas.slots.kernels.decode import rotated
 
-RECENT = tl.constexpr(1e30)
-"""Added to the score of recent entries, so that they are given up last."""
-
+EVICTED_LAST = tl.constexpr(row_table.EVICTED_LAST)
 
 _STRIDES = [f"{of}_{each}" for of in ("query", "key", "value") for each in ("sequence", "head")]
 
@@ -146,5 +145,5 @@ def _scored(scores, ages, start, in_use, oldest, early, left, BLOCK: tl.constexp
     used = entries < in_use
     age = tl.load(ages + entries, mask=used, other=0)
     score = tl.load(scores + entries, mask=used, other=float("inf"))
-    score = tl.where(used & ((age > oldest) | (age < early)), score + RECENT, score)
+    score = tl.where(used & ((age > oldest) | (age < early)), score + EVICTED_LAST, score)
     return age, tl.where(used & (age <= left), float("-inf"), score)
