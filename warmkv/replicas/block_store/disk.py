@@ -25,7 +25,7 @@ from torch import Tensor
 
 from warmkv.config import BlockStorage
 from warmkv.policies.prefix_tree.held import HeldBlock
-from warmkv.policies.prefix_tree.nodes import NEVER
+from warmkv.policies.prefix_tree.nodes import EXPIRED
 from warmkv.policies.prefix_tree.radix import RadixTree
 from warmkv.policies.tiers import FILE_BYTES
 from warmkv.replicas.block_store.formats import Packed
@@ -89,7 +89,7 @@ def header(block: HeldBlock, storage: BlockStorage, now: float, wall: float) -> 
 
 def lasting_header(block: HeldBlock, storage: BlockStorage, *, marked: bool) -> Header:
     """Build the header of a block without expiry; `marked` if a breakpoint is readable at its end."""
-    mark_ttl, mark_expires_at = (math.inf, math.inf) if marked else (0.0, NEVER)
+    mark_ttl, mark_expires_at = (math.inf, math.inf) if marked else (0.0, EXPIRED)
     lasting = block._replace(
         ttl=math.inf, expires_at=math.inf, mark_ttl=mark_ttl, mark_expires_at=mark_expires_at
     )  # fmt: skip
@@ -108,7 +108,7 @@ def block(header: Header, now: float, wall: float) -> HeldBlock:
         ttl=_infinite(header.ttl),
         expires_at=_infinite(header.expires_at) + now - wall,
         mark_ttl=_infinite(header.mark_ttl),
-        mark_expires_at=_infinite(header.mark_expires_at) + now - wall if header.mark_ttl != 0 else NEVER,
+        mark_expires_at=_infinite(header.mark_expires_at) + now - wall if header.mark_ttl != 0 else EXPIRED,
         reads=header.reads,
         used_at=math.nan,
         since=math.nan,

@@ -26,9 +26,10 @@ from warmkv.simulator.cluster.fleet import Fleet
 from warmkv.simulator.cluster.gateways import SimulatedGateway
 from warmkv.simulator.cluster.jobs import Jobs
 from warmkv.simulator.cluster.memory import pool_bytes, resolved
-from warmkv.simulator.cluster.replica import NEVER, ONE_GROUP, WHOLE_CACHE, Job, SimulatedReplica
+from warmkv.simulator.cluster.replica import ONE_GROUP, WHOLE_CACHE, Job, SimulatedReplica
 from warmkv.simulator.cluster.stores import LayOut, Levels, Stores, laid_out
 from warmkv.simulator.cluster.transfers import Moved
+from warmkv.simulator.engine.formation import NEVER
 from warmkv.simulator.engine.kv_blocks import BLOCK
 from warmkv.simulator.engine.limits import BatchingError, Limits
 from warmkv.simulator.steps.costs import StepKind, StepTimes, times_of

@@ -16,7 +16,8 @@ from warmkv.prefixes.record import Mark
 from warmkv.prefixes.record_columns import RecordColumns
 from warmkv.simulator.cache.layout import NONE, Layout
 from warmkv.simulator.cache.replica_cache import Name
-from warmkv.simulator.cluster.replica import NEVER, Job
+from warmkv.simulator.cluster.replica import Job
+from warmkv.simulator.engine.formation import NEVER
 
 if TYPE_CHECKING:
     from warmkv.simulator.workload.job_sizes import Sizes

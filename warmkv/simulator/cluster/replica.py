@@ -22,13 +22,12 @@ from warmkv.simulator.cluster.clock import Alarm, Clock
 from warmkv.simulator.cluster.kept_warm import KeptWarm
 from warmkv.simulator.engine.batch import Load
 from warmkv.simulator.engine.block_pool import BlockPool
-from warmkv.simulator.engine.formation import BatchFormation
+from warmkv.simulator.engine.formation import NEVER, BatchFormation
 from warmkv.simulator.engine.limits import Limits
 from warmkv.simulator.engine.mixed import MixedBudget
 from warmkv.simulator.engine.shortest_first import ShortestFirst
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, StepKind, StepTimes, keys_per_token
 
-NEVER = -1.0
 ONE_GROUP = ("",)
 NO_COSTS = PhaseCosts(FREE, FREE)
 WHOLE_CACHE = StepKind.of(PolicySpec())
