@@ -338,14 +338,26 @@ class Cluster:
     # --- replicas come and go
 
     def _replica(self, group: str, name: str, cache: ReplicaCache) -> SimulatedReplica:
-        kind, fast = self._kinds[group], self._fast_forward
-        config, reading = kind.config, kind.stores.tier_seconds
+        kind = self._kinds[group]
+        config = kind.config
         self._group_of[name] = group
         return SimulatedReplica(
-            self._env, name, config.engine, kind.times, cache, self._slots, fast, self._ended, self._began, reading,
-            kind.mixed, config.prefix_cache.enabled, StepKind.of(config.whole_cache), config.has_one_pool,
-            kind.keep_warm,
-        )  # fmt: skip
+            self._env,
+            name,
+            config.engine,
+            kind.times,
+            cache,
+            self._slots,
+            fast_forward=self._fast_forward,
+            began=self._began,
+            ended=self._ended,
+            tier_seconds=kind.stores.tier_seconds,
+            mixed=kind.mixed,
+            stores=config.prefix_cache.enabled,
+            whole_cache=StepKind.of(config.whole_cache),
+            one_pool=config.has_one_pool,
+            keep_warm=kind.keep_warm,
+        )
 
     def _ready(self) -> None:
         waiting, self._unplaced = self._unplaced, deque()

@@ -46,16 +46,16 @@ class Job:
     marks: tuple[Mark, ...]
     prompt: int  # tokens
     output: int  # tokens
+    marked: bool  # whether breakpoints say what is read and written, as in the Messages API
+    shares: bool  # whether it reads or writes prefixes that are billed by breakpoint
     kind: StepKind
     kept: int  # entries of its slot at the hand-off
     capacity: int  # entries it may grow to; 0 if it draws at most one token
     recomputed: int  # prompt tokens that are computed even if they are warm
     slot_bytes: int
     workspace_bytes: int
-    sum_bytes: int = 0  # of the column sums of a token, if its policy needs them
-    endless: bool = False  # whether it may go on beyond the context
-    marked: bool = True  # whether breakpoints say what is read and written, as in the Messages API
-    shares: bool = False  # whether it reads or writes prefixes that are billed by breakpoint
+    sum_bytes: int  # of the column sums of a token, if its policy needs them
+    endless: bool  # whether it may go on beyond the context
     blocks: Prompt = field(init=False, repr=False)  # once the prompts are laid out
     gateway: int = 0  # the one that it comes to
     generated: tuple[Name, ...] = ()  # blocks that end within its answer, those that are part of other prompts
@@ -125,13 +125,14 @@ class SimulatedReplica:
         times: StepTimes,
         cache: ReplicaCache,
         slots: TimeWeightedGauge,
+        *,
         fast_forward: bool = True,
-        ended: Callable[[Job], None] = lambda job: None,
         began: Callable[[Job], None] = lambda job: None,
+        ended: Callable[[Job], None] = lambda job: None,
         tier_seconds: tuple[float, float] = (0.0, 0.0),
         mixed: Limits | None = None,
         stores: bool = True,
-        whole: StepKind = WHOLE_CACHE,
+        whole_cache: StepKind = WHOLE_CACHE,
         one_pool: bool = False,  # of blocks for requests and prefixes, as vLLM has; with `mixed`
         keep_warm: int = 0,  # blocks of such a pool that touches keep
     ) -> None:
@@ -161,7 +162,7 @@ class SimulatedReplica:
                     self._kept = KeptWarm(self, clock, cache, self._pool, keep_warm, self._touch)
             owner = self._kept or self
             self._engine = MixedBudget(
-                owner, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(whole), pool=self._pool
+                owner, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(whole_cache), pool=self._pool
             )
         alarm.ring, cache.came = self._engine.resume, self._blocks_came
 
