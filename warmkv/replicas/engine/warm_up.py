@@ -57,7 +57,7 @@ def compile_kernels(
     storages = [
         name
         for name in dict.fromkeys(("model", first, *STORAGES))
-        if kernels.reads(STORAGES[name], model.dtype, device) and head_dim % STORAGES[name].head_dim_multiple == 0
+        if kernels.supports(STORAGES[name], model.dtype, device) and head_dim % STORAGES[name].head_dim_multiple == 0
     ]
     if not storages or seconds <= 0:
         return bool(storages)

@@ -26,7 +26,7 @@ class RowMetadata(NamedTuple, Generic[T]):
     oldest: T  # age above which entries are recent
     early: T  # age below which entries are protected
     rerotated: T  # positions by which sinks are rotated on
-    reads: T  # entries that may be read, where pages are chosen
+    read_limit: T  # entries that may be read, where segments are chosen
     channels: T  # channels by which they are chosen
     source: T  # (sequence, KV head) of the row, counted through; 0 if idle
     target: T  # the same, with idle rows sent to a place of their own
@@ -37,7 +37,7 @@ class Progress:
     """What a step has done in one layer of a slab. A step that fails later is repeated without doing that again."""
 
     entries: Tensor | None = None  # [n] where the new tokens go
-    attended: bool = False  # bounds of pages and scores have the new tokens
+    attended: bool = False  # bounds of segments and scores have the new tokens
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class AttentionMetadata:
     dtype: torch.dtype
     uncompressed_tail: Tensor | None  # bool [n, front + tail] what is seen of them
     angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
-    most_reads: int
+    most_read: int
     alone: Sequence[tuple[int, int, int]] | None = None
-    """Rows in the batch that are attended one by one, each with its reach and reads; None: all at once."""
+    """Rows in the batch that are attended one by one, each with its reach and read limit; None: all at once."""
     progress: dict[int, Progress] = field(default_factory=dict)  # by layer
 
     @property

@@ -139,7 +139,7 @@ class DecodeState:
             oldest=ages - state.recent,
             early=state.protected,
             rerotated=np.where(active, ages - shifts + 1 - lengths, 0),
-            reads=np.maximum(state.reads, 1),
+            read_limit=np.maximum(state.read_limit, 1),
             channels=np.maximum(state.channels, 1),
             source=np.where(active, index, 0),
             target=np.where(active, index, self._rows),

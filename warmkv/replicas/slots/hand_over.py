@@ -31,7 +31,7 @@ def hand_over(
     slot: Slot, shape: KVShape, prompt: PrefillState, selections: Sequence[Selection], counts: Sequence[Sequence[int]]
 ) -> None:
     """Fill the rows of a slot with selections by layer, of `counts` tokens by layer and KV head."""
-    reads = budgets.page_reads(slot.slot_request.spec, prompt.tokens, shape.head_dim)
+    read_limit = budgets.read_limit(slot.slot_request.spec, prompt.tokens, shape.head_dim)
     for piece in slot.pieces:
         window = shape.window(piece.layers[0])
         spec = slot.slot_request.in_layer(window)
@@ -46,7 +46,7 @@ def hand_over(
                 packed_limit=packed_limit(spec, limit),
                 recent=budgets.recent_entries(spec, limit),
                 protected=budgets.protected_entries(spec, limit),
-                reads=reads,
+                read_limit=read_limit,
             )
         for layers in _together(piece.layers, counts, prompt.keys[0, 0, 0].nbytes):
             _fill(piece, layers, prompt, selections[layers.start : layers.stop], counts[layers.start])

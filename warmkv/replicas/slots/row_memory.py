@@ -27,7 +27,7 @@ class RowMemory:
     sink_keys: Tensor  # [layers, rows, sinks, head_dim] as cached, of sinks that are rotated on
     scores: Tensor  # float32 [layers, rows, capacity], of argmin
     ages: Tensor  # int32 [layers, rows, capacity]
-    lowest: Tensor  # [layers, rows, pages, head_dim], element-wise bounds of each page's keys
+    lowest: Tensor  # [layers, rows, segments, head_dim], element-wise bounds of each segment's keys
     highest: Tensor
 
     @classmethod
@@ -47,7 +47,7 @@ class RowMemory:
             return tuple(torch.zeros(*lead, *part.shape[1:], dtype=part.dtype, device=device) for part in example)
 
         storage, group = STORAGES[kind.storage], torch.zeros(kind.group, head_dim, dtype=dtype, device=device)
-        uncompressed, pages = kind.front + kind.tail, kind.packed // kind.page if kind.page else 0
+        uncompressed, segments = kind.front + kind.tail, kind.packed // kind.segment if kind.segment else 0
         return cls(
             kind,
             parts(storage.encode_keys(group)),
@@ -57,8 +57,8 @@ class RowMemory:
             room(kind.sinks if kind.rebased and not kind.front else 0),
             number(kind.capacity if kind.decode == "argmin" else 0, torch.float32),
             number(kind.capacity if kind.aged else 0, torch.int32),
-            room(pages),
-            room(pages),
+            room(segments),
+            room(segments),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -117,12 +117,12 @@ class RowMemory:
             mine[at, rows, :packed] = given[:, :, body].to(mine.dtype)
             behind = slice(kind.packed + tail.start, kind.packed + tail.stop)
             mine[at, rows, behind] = given[:, :, front + packed :].to(mine.dtype)
-        if kind.page:
-            pages = -(-kept // kind.page)
+        if kind.segment:
+            segments = -(-kept // kind.segment)
             for bounds, beyond in ((self.lowest, float("inf")), (self.highest, float("-inf"))):
-                whole = F.pad(keys, (0, 0, 0, pages * kind.page - kept), value=beyond)
-                whole = whole.view(*whole.shape[:2], pages, kind.page, -1)
-                bounds[at, rows, :pages] = whole.amin(dim=3) if beyond > 0 else whole.amax(dim=3)
+                whole = F.pad(keys, (0, 0, 0, segments * kind.segment - kept), value=beyond)
+                whole = whole.view(*whole.shape[:2], segments, kind.segment, -1)
+                bounds[at, rows, :segments] = whole.amin(dim=3) if beyond > 0 else whole.amax(dim=3)
 
     def rebase(self, rows: Tensor, angles: Tensor) -> None:
         """Rotate the keys of rows back by `angles` [head_dim / 2]; sinks that are rotated on stay as they were cached.

@@ -35,7 +35,7 @@ NUMBERS = (
     "oldest",  # age above which entries are recent
     "early",  # age below which entries are protected
     "rerotated",  # positions by which sinks are rotated on
-    "reads",  # entries that may be read, where pages are chosen
+    "read_limit",  # entries that may be read, where segments are chosen
     "channels",  # channels by which they are chosen
     "evicts",  # whether the new token takes the place of the entry with the lowest score
     "in_front",  # entries of the front in use
@@ -73,10 +73,10 @@ class RowBatch:
     first_type: torch.dtype  # of the first part of keys and values
     aligned: bool  # whether parts begin at multiples of 16 bytes
     most_entries: int  # of scored rows
-    most_reads: int  # of rows whose pages are chosen
-    most_pages: int
+    most_read: int  # of rows whose segments are chosen
+    most_segments: int
     scored: bool
-    paged: bool
+    segmented: bool
     rebased: bool
     windowed: bool
     sequence: int | None  # of the batch, where each has launches of its own
@@ -155,7 +155,7 @@ class RowTables:
                 ages - state.recent,
                 state.protected,
                 np.where(active, ages - shifts + 1 - lengths, 0),
-                np.maximum(state.reads, 1),
+                np.maximum(state.read_limit, 1),
                 np.maximum(state.channels, 1),
                 active & done.full & (state.decode == ARGMIN) & (state.grouped == 0),
                 np.minimum(state.count, state.front),
@@ -202,7 +202,7 @@ class RowTables:
             sequence = places // heads if self.by_sequence else np.zeros_like(places)
             for name, of_one in dict.fromkeys(zip(storage[there[places]].tolist(), sequence.tolist(), strict=True)):
                 these = places[(storage[there[places]] == name) & (sequence == of_one)]
-                found = self._layout(name, there[these], these, state.reads[there[these]], pads)
+                found = self._layout(name, there[these], these, state.read_limit[there[these]], pads)
                 found.facts["sequence"] = of_one if self.by_sequence else None
                 batches[-1].append(found)
                 pads = pads[:0]
@@ -232,8 +232,8 @@ class RowTables:
         """Return what changes whenever something that launches take lies elsewhere."""
         return self.buffer.moves, self.facts.shape[1], self._grown
 
-    def _layout(self, number: int, rows: Ints, places: Ints, reads: Ints, pads: Ints) -> _Layout:
-        """Lay out a launch over rows of a storage at their places in the batch; `reads` are those of the rows.
+    def _layout(self, number: int, rows: Ints, places: Ints, read_limits: Ints, pads: Ints) -> _Layout:
+        """Lay out a launch over rows of a storage at their places in the batch; `read_limits` are those of the rows.
 
         They are followed by rows that are none, at the places `pads`.
         """
@@ -243,9 +243,10 @@ class RowTables:
             known: Ints = self._known[line(name), rows]
             return known
 
-        page, scored = fact("page"), fact("scored") > 0
+        segment, scored = fact("segment"), fact("scored") > 0
+        segments = -(-fact("capacity") // np.maximum(segment, 1))
         entries = fact("capacity") + fact("uncompressed")
-        reach = np.where(page > 0, np.minimum(reads, entries), entries)
+        reach = np.where(segment > 0, np.minimum(read_limits, entries), entries)
         splits = np.concatenate([split_counts(reach, self._processors), np.ones_like(pads)])
         ends = np.cumsum(splits)
         logits = np.where(scored, entries, 0)
@@ -267,10 +268,10 @@ class RowTables:
             "first_type": self._dtype if storage.plain else torch.uint8,
             "aligned": bool((self._known[[*vectors, *(len(PARTS) + at for at in vectors)]][:, rows] % 16 == 0).all()),
             "most_entries": self._at_most(entries[scored].max(initial=0)),
-            "most_reads": self._at_most(reach[page > 0].max(initial=0)),
-            "most_pages": self._at_most((-(-fact("capacity") // np.maximum(page, 1)))[page > 0].max(initial=0)),
+            "most_read": self._at_most(reach[segment > 0].max(initial=0)),
+            "most_segments": self._at_most(segments[segment > 0].max(initial=0)),
             "scored": bool(scored.any()),
-            "paged": bool(page.any()),
+            "segmented": bool(segment.any()),
             "rebased": bool((fact("rebased") * fact("sinks")).any()),
             "windowed": bool(fact("window").any()),
         }

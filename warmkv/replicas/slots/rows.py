@@ -38,7 +38,7 @@ class RowTable:
     limit: Ints  # entries that may be in use
     recent: Ints  # newest entries that argmin never gives up
     protected: Ints  # first entries of the sequence that are never given up, beside the sinks of a ring
-    reads: Ints  # entries that may be read, where pages are chosen
+    read_limit: Ints  # entries that may be read, where segments are chosen
     channels: Ints  # channels by which they are chosen
     packed_limit: Ints  # grouped: packed entries that may be in use
     packed: Ints  # packed entries in use
@@ -124,17 +124,17 @@ class RowTable:
         packed_limit: int,
         recent: int,
         protected: int,
-        reads: tuple[int, int] = (0, 0),
+        read_limit: tuple[int, int] = (0, 0),
     ) -> None:
         """Set a row up that begins with `kept` entries and will use at most `limit`.
 
         Of a grouped row, `packed_limit` entries may be packed; the `recent` newest ones are never the argmin's, and the
-        `protected` first ones are given up by no rule. `reads` are the columns of that name and `channels`.
+        `protected` first ones are given up by no rule. `read_limit` is for the columns of that name and `channels`.
         """
         if kind.decode == "ring" and limit <= kind.sinks:
             raise ValueError(f"a ring of {limit} entries leaves no room behind {kind.sinks} sinks")
         self.count[row], self.limit[row], self.recent[row], self.protected[row] = kept, limit, recent, protected
-        self.reads[row], self.channels[row] = reads
+        self.read_limit[row], self.channels[row] = read_limit
         if kind.grouped:
             front = min(kept, kind.front)
             self.packed_limit[row] = packed_limit

@@ -19,7 +19,7 @@ from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import kernels, row_by_row
-from warmkv.replicas.slots.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
+from warmkv.replicas.slots.attention import Parts, attend_packed, attend_rows, attend_segments, rotate, sum_heads
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, Progress, RowMetadata
 from warmkv.replicas.slots.piece import Piece
 from warmkv.replicas.slots.row_facts import NOT_FUSED, facts, line
@@ -45,8 +45,9 @@ class Slab:
         self._kv_heads = shape.kv_heads
         self.memory = RowMemory.allocate(kind, len(layers), rows, shape.head_dim, dtype, device)
         # Whether rows hold their entries as they are, see all of them, and keep nothing beside.
-        self.is_plain = self.storage.plain and not (kind.grouped or kind.aged or kind.page or kind.rebased)
-        self.is_fused = kernels.reads(self.storage, dtype, device)  # attended by kernels, which find rows by themselves
+        self.is_plain = self.storage.plain and not (kind.grouped or kind.aged or kind.segment or kind.rebased)
+        # Whether kernels attend them, which find rows by themselves.
+        self.is_fused = kernels.supports(self.storage, dtype, device)
         self._counting = torch.arange(max(rows, kind.packed), device=device)
         self.state = RowTable.of_kind(kind, rows)
 
@@ -127,12 +128,12 @@ class Slab:
             rows=self._counting[:n],
             full=self._upload(full) if kind.decode == "argmin" and not kind.grouped and full.any() else None,
             reach=reach,
-            masked=not kind.page and (kind.grouped or bool(reach > host.packed.min())),
+            masked=not kind.segment and (kind.grouped or bool(reach > host.packed.min())),
             dtype=self.dtype,
             uncompressed_tail=uncompressed_tail,
             angles=device.rerotated.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
-            most_reads=int(host.reads.max()) if kind.page else 0,
-            alone=[(row, int(host.packed[row]), int(host.reads[row])) for row in rows] if alone else None,
+            most_read=int(host.read_limit.max()) if kind.segment else 0,
+            alone=[(row, int(host.packed[row]), int(host.read_limit[row])) for row in rows] if alone else None,
         )
 
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
@@ -151,16 +152,16 @@ class Slab:
             done.entries = self._places(at, step)
         kind, used, memory = self.kind, step.numbers, self.memory
         entries = self._write(at, step, done.entries, key, value)
-        if kind.page:
+        if kind.segment:
             if not done.attended:
-                self._widen_page(at, step, key)
+                self._widen_segment(at, step, key)
                 done.attended = True
             keys, values = memory.keys[0][at, :n], memory.values[0][at, :n]
             bounds = memory.lowest[at, :n], memory.highest[at, :n]
-            pages = query, keys, values, *bounds, used.lengths, used.reads, used.channels
+            gathered = query, keys, values, *bounds, used.lengths, used.read_limit, used.channels
             if step.alone is not None:
-                return row_by_row.attend_chosen(pages, step, softmax)
-            return attend_pages(*pages, step.most_reads, softmax)
+                return row_by_row.attend_chosen(gathered, step, softmax)
+            return attend_segments(*gathered, step.most_read, softmax)
         uncompressed_tail = None
         if kind.grouped:
             uncompressed_tail = memory.uncompressed_keys[at, :n], memory.uncompressed_values[at, :n]
@@ -359,12 +360,13 @@ class Slab:
         kept = [mine for mine in (self.memory.scores, self.memory.ages) if mine.shape[-1]]
         return [(mine, mine[layers, rows[:, None], at]) for mine in kept]
 
-    def _widen_page(self, at: int, step: AttentionMetadata, key: Tensor) -> None:
-        """Take the new keys into the bounds of their pages."""
-        page, fresh = step.numbers.entries // self.kind.page, (step.numbers.entries % self.kind.page == 0)[:, None]
+    def _widen_segment(self, at: int, step: AttentionMetadata, key: Tensor) -> None:
+        """Take the new keys into the bounds of their segments."""
+        entries, size = step.numbers.entries, self.kind.segment
+        segment, fresh = entries // size, (entries % size == 0)[:, None]
         for bounds, wider in ((self.memory.lowest, torch.minimum), (self.memory.highest, torch.maximum)):
-            old = bounds[at, step.rows, page]
-            bounds[at, step.rows, page] = torch.where(fresh, key, wider(old, key))
+            old = bounds[at, step.rows, segment]
+            bounds[at, step.rows, segment] = torch.where(fresh, key, wider(old, key))
 
 
 def _put(parts: Parts, index: tuple[Any, ...], fresh: Parts) -> None:

@@ -41,7 +41,7 @@ class SlotPool:
 
     def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device, page_size: int = 0) -> None:
         self.shape, self._dtype, self._device = shape, dtype, device
-        self.page_size = page_of(page_size) if kernels.reads_pages(dtype, device) else 0
+        self.page_size = page_of(page_size) if kernels.supports_pages(dtype, device) else 0
         self.is_static = False  # whether steps are recorded (`RowTables`)
         self.batch_invariant = False  # whether what a sequence attends depends on nothing of others, to the last bit
         self.buffer = StepBuffer(device)
@@ -112,7 +112,7 @@ class SlotPool:
             for layer, kept in enumerate(layers)
         ]
         slot.paged = len(set(rows)) == 1 and can_page(rows[0][0], self.page_size)
-        if slot.paged or kernels.reads(slot_request.spec.storage_format, self._dtype, self._device):
+        if slot.paged or kernels.supports(slot_request.spec.storage_format, self._dtype, self._device):
             return self._set_aside(slot, limit)
         return self._claim_rows(slot, wanted_rows([[row] * self.shape.kv_heads for row in rows]), limit)
 
@@ -345,7 +345,7 @@ class SlotPool:
         return len(wanted) == 1 and (len(layers), len(heads)) == (self.shape.layers, self.shape.kv_heads)
 
     def _is_fused(self, kind: RowKind) -> bool:
-        return kernels.reads(STORAGES[kind.storage], self._dtype, self._device)
+        return kernels.supports(STORAGES[kind.storage], self._dtype, self._device)
 
     def _lies_apart(self, kind: RowKind) -> bool:
         """Return True if rows of a kind lie in memory of their own: groups are packed for many sequences at once."""

@@ -89,7 +89,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     counted = Calls()
     for module, names in (
         ("update", ("put",)),
-        ("choose", ("estimate_pages", "choose_entries")),
+        ("choose", ("estimate_segments", "choose_entries")),
         ("decode", ("attend_split", "combine", "sum_received")),
     ):
         fakes = SimpleNamespace(**{name: Grid(counted.kernel(name)) for name in names})
@@ -178,7 +178,7 @@ def test_addresses_stay_while_requests_join_and_leave(calls):
 
 
 def test_one_launch_attends_rows_of_every_method_in_the_models_dtype(calls):
-    """Beside each other: full, a ring, argmin and pages."""
+    """Beside each other: full, a ring, argmin and segments."""
     pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
     policies = ("full", "streaming_llm@20", "h2o@20", "rocketkv@20:window=4", "pyramidkv@20")
     mixed = [filled(pool, PolicySpec.model_validate(policy), 60 + 20 * at, 6) for at, policy in enumerate(policies)]

@@ -1,7 +1,7 @@
 """Decode attention on a GPU: what `attention.py` means, in a few launches over rows as they are stored.
 
-`reads` says whether the kernels take what a slab stores; `attention.py` computes where they do not. Triton is imported
-by the first call that runs a kernel.
+`supports` tells whether the kernels take what a slab stores; `attention.py` computes where they do not. Triton is
+imported by the first call that runs a kernel.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class LaunchProgress:
     counted: bool = False  # what entries received is counted
 
 
-def reads(storage: StorageFormat, dtype: torch.dtype, device: torch.device) -> bool:
+def supports(storage: StorageFormat, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if the kernels read and write a storage format, for a model's type, on that device."""
     return storage.kernel is not None and dtype in _TYPES and is_available(device) and _writes(storage)
 
 
-def reads_pages(dtype: torch.dtype, device: torch.device) -> bool:
+def supports_pages(dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if rows may lie in pages."""
-    return reads(STORAGES["model"], dtype, device)
+    return supports(STORAGES["model"], dtype, device)
 
 
 @lru_cache(maxsize=64)

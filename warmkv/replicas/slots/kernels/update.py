@@ -21,7 +21,7 @@ def put(
     levels, rotation, inv_freq, turned_query,
     PUT: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr, FIRST: tl.constexpr, OTHERS: tl.constexpr,
     ALIGNED: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, EVICTS: tl.constexpr, AGED: tl.constexpr, PAGED: tl.constexpr, REBASED: tl.constexpr,
+    BLOCK: tl.constexpr, EVICTS: tl.constexpr, AGED: tl.constexpr, SEGMENTED: tl.constexpr, REBASED: tl.constexpr,
     GROUPED: tl.constexpr, ROTATED: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Put the new token of each row in its place: grid (n,). Where it goes is left in `places_taken` [count].
@@ -92,11 +92,11 @@ def put(
             tl.store(ages + uncompressed + entry, age, mask=aged)
             scores = table.pointer(facts, count, row, layer, table.SCORES, tl.float32, False)
             tl.store(scores + uncompressed + entry, 0.0, mask=table.number(facts, count, row, table.SCORED) != 0)
-    if PAGED:
-        size = table.number(facts, count, row, table.PAGE)
+    if SEGMENTED:
+        size = table.number(facts, count, row, table.SEGMENT)
         if size > 0:
-            page, within = entry // size, inside & (entry % size != 0)
-            bounds = page * HEAD_DIM + channels
+            segment, within = entry // size, inside & (entry % size != 0)
+            bounds = segment * HEAD_DIM + channels
             lowest = table.pointer(facts, count, row, layer, table.LOWEST, TYPE, ALIGNED) + bounds
             highest = table.pointer(facts, count, row, layer, table.HIGHEST, TYPE, ALIGNED) + bounds
             number = k.to(tl.float32)
