@@ -246,7 +246,7 @@ class PrefillState:
         keys, values = self.keys[layer, None, :, first:end], self.values[layer, None, :, first:end]
         if flash.takes(query, keys, values, softmax):
             return flash.attend(query, keys, values, softmax)
-        if not softmax.is_plain:
+        if not softmax.is_standard:
             return attend(query[0], keys[0], values[0], start, first, softmax)[None]
         if cpu_attention.takes(query, keys, values):
             return cpu_attention.attend(query, keys, values, softmax.scale, softmax.window)
@@ -279,7 +279,7 @@ class PrefillState:
             keys, values = (tile.seen(each[layer, None], first) for each in (self.keys, self.values))
             if flash.takes(rows, keys, values, softmax):
                 out = flash.attend(rows, keys, values, softmax)
-            elif not softmax.is_plain:
+            elif not softmax.is_standard:
                 out = attend(rows[0], keys[0], values[0], tile.begin, first, softmax)[None]
             else:
                 mask = self._mask(softmax.window, tile.begin, tile.stop)

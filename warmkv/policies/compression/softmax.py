@@ -26,7 +26,8 @@ class Softmax:
         return self if self.sinks is None else replace(self, sinks=self.sinks[row, None])
 
     @property
-    def is_plain(self) -> bool:
+    def is_standard(self) -> bool:
+        """Return True if logits are not capped and there are no sinks."""
         return self.softcap is None and self.sinks is None
 
 

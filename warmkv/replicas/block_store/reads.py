@@ -44,29 +44,29 @@ class WarmPrefix:
     pending: set[bytes] = field(default_factory=set)
     since: float = 0.0  # when it began to wait for them
     tiers: dict[str, int] = field(default_factory=dict)  # tokens attached, by the tier they came from
-    left: deque[tuple[Span, Packed, str]] | None = None  # blocks to attach, with their tiers; None before that begins
+    to_attach: deque[tuple[Span, Packed, str]] | None = None  # with their tiers; None before that begins
 
     @property
     def hit(self) -> int:
         return self.match.hit
 
 
-def copy_left(warm: WarmPrefix, keys: Tensor, values: Tensor, dtype: torch.dtype, most: float) -> bool:
+def copy_blocks(warm: WarmPrefix, keys: Tensor, values: Tensor, dtype: torch.dtype, most: float) -> bool:
     """Copy blocks that are left to attach, about `most` bytes of those that a GPU does not have itself.
 
     Returns True once none is left.
     """
-    copied, left = 0, warm.left
-    assert left is not None
-    while left and copied < most:
-        span, packed, tier = left.popleft()
+    copied, to_attach = 0, warm.to_attach
+    assert to_attach is not None
+    while to_attach and copied < most:
+        span, packed, tier = to_attach.popleft()
         tokens = span.end - span.start
         block = unpack(packed.map(lambda part: part.to(keys.device, non_blocking=True)), dtype)
         keys[:, :, span.start : span.end] = block[0, :, :, :tokens]
         values[:, :, span.start : span.end] = block[1, :, :, :tokens]
         warm.tiers[tier] = warm.tiers.get(tier, 0) + tokens
         copied += packed.nbytes if tier != "device" or not keys.is_cuda else 0
-    return not left
+    return not to_attach
 
 
 class FileReads:

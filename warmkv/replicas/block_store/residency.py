@@ -19,17 +19,17 @@ class Residency:
         self.lifetimes: deque[tuple[str, float]] = deque(maxlen=MOST)  # tier; from storing to leaving it
         self.idle: deque[tuple[str, float]] = deque(maxlen=MOST)  # tier; from the last use to an eviction
         self.gaps: deque[float] = deque(maxlen=MOST)  # between two uses of a prefix, one for each prompt that reuses it
-        self._left = 0
+        self._removed = 0
 
     def reused(self, used_at: float, now: float) -> None:
         """Note that a prefix is read which was used last at `used_at`."""
         if not math.isnan(used_at):
             self.gaps.append(now - used_at)
 
-    def left(self, blocks: int, used_at: float, since: float, tier: str, now: float, *, evicted: bool) -> None:
+    def removed(self, blocks: int, used_at: float, since: float, tier: str, now: float, *, evicted: bool) -> None:
         """Note that blocks of one life leave a tier: evicted, or because their TTL ran out."""
-        observed = _samples(self._left + blocks) - _samples(self._left)
-        self._left += blocks
+        observed = _samples(self._removed + blocks) - _samples(self._removed)
+        self._removed += blocks
         if not math.isnan(since):
             self.lifetimes.extend([(tier, now - since)] * observed)
         if evicted and not math.isnan(used_at):

@@ -26,7 +26,7 @@ from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.io_threads import IOThreads, Jobs, Threads
 from warmkv.replicas.block_store.moves import Moves
 from warmkv.replicas.block_store.presence import Presence, Publish
-from warmkv.replicas.block_store.reads import FileReads, Span, WarmPrefix, copy_left, spans
+from warmkv.replicas.block_store.reads import FileReads, Span, WarmPrefix, copy_blocks, spans
 from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.tiers import TierStorage
 
@@ -198,15 +198,15 @@ class BlockStore:
         fewer than expected where a file is damaged or late, and their column sums [layers, kv_heads, tokens] where
         these were asked for.
         """
-        if warm.left is None:
+        if warm.to_attach is None:
             self._reads.stop_waiting(warm)
             parts = self._parts(warm)
             if warm.sums and (
                 warm.sums not in warm.read or sum(span.end - span.start for span, _, _ in parts) < warm.reused
             ):
                 parts, warm.sums = [], b""  # they hold for exactly this prefix
-            warm.left, warm.tiers = deque(parts), {}
-        if not copy_left(warm, keys, values, self._dtype, most):
+            warm.to_attach, warm.tiers = deque(parts), {}
+        if not copy_blocks(warm, keys, values, self._dtype, most):
             return None
         sums = unpack(warm.read[warm.sums], self._dtype).to(keys.device) if warm.sums else None
         warm.read.clear()
@@ -363,7 +363,7 @@ class BlockStore:
         else:
             self.left[name, why] += count
         if why != "dropped":
-            self.residency.left(count, run.used_at, run.since, name, self.clock(), evicted=why == "evicted")
+            self.residency.removed(count, run.used_at, run.since, name, self.clock(), evicted=why == "evicted")
         for key in run.keys:
             self._remove(key, tier)
 

@@ -34,8 +34,8 @@ class DecodeSteps:
     @property
     def held_bytes(self) -> int:
         """Return the bytes of recordings, and of what steps leave."""
-        left = sum(each.nbytes for each in (self.drawn, self._logits) if each is not None)
-        return left + (self.graphs.record.taken if self.graphs is not None else 0)
+        held = sum(each.nbytes for each in (self.drawn, self._logits) if each is not None)
+        return held + (self.graphs.record.taken if self.graphs is not None else 0)
 
     def decode(
         self, forward: Forward, state: DecodeState, inputs: StepInputs, *, processed: bool, kept: bool = False
@@ -60,14 +60,14 @@ class DecodeSteps:
                 processed = True
 
         def compute() -> Drawn:
-            logits = self._left(run())
+            logits = self._copied(run())
             return logits, pick(logits, draws, row_by_row=self.row_by_row)
 
         state.begin()
         logits, tokens = graphs.compute((key, branches), compute, state.restart)
         return logits, None if processed else tokens
 
-    def _left(self, logits: Tensor) -> Tensor:
+    def _copied(self, logits: Tensor) -> Tensor:
         """Copy logits to where all recordings leave theirs, which would hold memory for those of each otherwise."""
         if self._logits is None or len(self._logits) < len(logits):
             self._logits = torch.empty_like(logits)

@@ -129,12 +129,12 @@ class Engine:
         Raises UnservableRequestError or QueueFullError at once where the request cannot be taken, and ClosedError
         where the engine has ended.
         """
-        policy = self._prompts.policy_of(request)
+        method = self._prompts.method_of(request)
         if request.sampling.constraint is not None and matcher is None:
             raise UnservableRequestError("this replica does not constrain answers")
         random = np.random.Generator(np.random.Philox(request.sampling.seed))
         processor = LogitsProcessor.of(request, self.model.eos_ids, matcher)
-        sequence = Sequence(request, policy, emit, self._clock(), random, processor)
+        sequence = Sequence(request, method, emit, self._clock(), random, processor)
         self.scheduler.validate(sequence)
         self.scheduler.size(sequence)
         self._inbox.submit(sequence, partial(self.scheduler.check_queue, sequence))
@@ -346,7 +346,7 @@ class Engine:
             self.executor.execute,
             max_context=self.max_context,
             inv_freq=self.model.inv_freq,
-            leave=self._endings.shed,
+            shed=self._endings.shed,
             retrying=self._turn,
             begun=begun,
         )
@@ -369,7 +369,7 @@ class Engine:
                     self._hand_off(sequence, token)
             except Exception as error:
                 self._endings.fail_prompt(sequence, error)
-        if outcome.failed or outcome.left:
+        if outcome.failed or outcome.shed:
             self._endings.fail(outcome.failed, works=works)
 
     def _hand_off(self, sequence: Sequence, token: int) -> None:

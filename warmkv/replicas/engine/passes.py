@@ -100,7 +100,7 @@ class PassOutcome:
 
     tokens: list[tuple[Sequence, int]] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
-    left: list[Sequence] = field(default_factory=list)
+    shed: list[Sequence] = field(default_factory=list)
 
 
 def run(
@@ -111,7 +111,7 @@ def run(
     *,
     max_context: int,
     inv_freq: Tensor,
-    leave: Callable[[Sequence, Exception], None],
+    shed: Callable[[Sequence, Exception], None],
     retrying: Callable[[], None],
     begun: DecodeState | None = None,
 ) -> PassOutcome:
@@ -119,15 +119,15 @@ def run(
 
     If that fails, each prompt and the sequences that decode go on with the same step apart, and of these the halves,
     down to those that fail alone. If memory runs out for the sequences that decode, or for a prompt alone, the youngest
-    are ended by `leave` until it suffices. `retrying` is called before a part is computed again. `compute` returns a
+    are ended by `shed` until it suffices. `retrying` is called before a part is computed again. `compute` returns a
     token of every prompt and sequence of a pass. `begun` is a step of what decodes that failed before. Raises errors
     after which the device cannot be used any more.
     """
     outcome = PassOutcome()
 
     def end(sequence: Sequence, error: Exception) -> None:
-        outcome.left.append(sequence)
-        leave(sequence, error)
+        outcome.shed.append(sequence)
+        shed(sequence, error)
 
     # Steps that were begun, by the slots in them.
     steps: dict[Slot, DecodeState] = dict.fromkeys(begun.slots, begun) if begun is not None else {}
@@ -147,7 +147,7 @@ def run(
         if state is None:
             state = DecodeState(pool, slots, inv_freq)
         elif state.slots != slots:
-            state = state.part(slots)
+            state = state.subset(slots)
         steps.update(dict.fromkeys(slots, state))
         return state
 
@@ -163,14 +163,14 @@ def run(
         slots = [sequence.slot for sequence in others if sequence.slot is not None]
         return compute(Pass(chunks, others, decode_state(slots) if slots else None))
 
-    def shed(batch: Items[Sequence], error: Exception) -> Sequence:
+    def shed_youngest(batch: Items[Sequence], error: Exception) -> Sequence:
         youngest = max(batch, key=lambda sequence: sequence.arrived)
         end(youngest, error)
         return youngest
 
     batch = [*prompts, *decoding.values()]
     if batch:
-        isolated = isolate(batch, next_tokens, lambda: empty_cache(inv_freq.device), shed, _apart)
+        isolated = isolate(batch, next_tokens, lambda: empty_cache(inv_freq.device), shed_youngest, _apart)
         outcome.failed.extend(isolated.failed)
         for sequence, token in isolated.results:
             draws = sequence.prefill is None or (sequence.prefill.is_computed and sequence.request.sampling.max_tokens)

@@ -76,24 +76,24 @@ class Prompts:
     classes: TokenClasses | None = None
     compressed: dict[str, Compressions] = field(default_factory=dict)  # by the name of the policy
 
-    def policy_of(self, request: GenerateRequest) -> Method:
+    def method_of(self, request: GenerateRequest) -> Method:
         """Return what compresses a request. Raises UnservableRequestError if the model does not go with it."""
-        policy = compression.build(
+        method = compression.build(
             budgets.in_force(request.policy, len(request.token_ids), request.sampling.max_tokens)
         )
-        if policy.rotates and not self.model.fixed_rotation:
+        if method.rotates and not self.model.fixed_rotation:
             raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
-        multiple = policy.spec.storage_format.head_dim_multiple
+        multiple = method.spec.storage_format.head_dim_multiple
         if self.model.kv_shape.head_dim % multiple:
             raise UnservableRequestError(
-                f"storage {policy.spec.storage} needs a head_dim that is a multiple of {multiple}, "
+                f"storage {method.spec.storage} needs a head_dim that is a multiple of {multiple}, "
                 f"this model has {self.model.kv_shape.head_dim}"
             )
-        return policy
+        return method
 
     def look_up(self, sequence: Sequence, now: float) -> None:
         """Find what is warm of a prompt, now that it is its turn: what came before it in the queue is stored by now."""
-        request, spec, tokens = sequence.request, sequence.policy.spec, sequence.prompt_tokens
+        request, spec, tokens = sequence.request, sequence.method.spec, sequence.prompt_tokens
         sequence.admitted = now
         most = tokens - min(tokens, budgets.recomputed_tokens(spec, tokens))
         sums = budgets.needs_column_sums(spec, tokens)
@@ -107,7 +107,7 @@ class Prompts:
         if sequence.prefill is not None:
             return True
         if sequence.attaching is None:
-            specs = [sequence.policy.spec]
+            specs = [sequence.method.spec]
             sequence.attaching = self.model.prefill_state(sequence.request.token_ids, specs, self.classes)
         prompt, match = sequence.attaching, sequence.match
         assert match is not None
@@ -160,10 +160,10 @@ class Prompts:
         )
         sequence.column_sums = {}
         self.release(sequence)
-        kept = budgets.kept_tokens(sequence.policy.spec, prompt.tokens)
+        kept = budgets.kept_tokens(sequence.method.spec, prompt.tokens)
         if sequence.slot is not None:
             begun = self.store.clock()
-            selections = sequence.policy.select(prompt)
+            selections = sequence.method.select(prompt)
             sequence.slot.limit = room
             kept = self.pool.fill(sequence.slot, prompt, selections, self.store.on_device(request.hashes))
             self._count(sequence, kept, self.store.clock() - begun)
@@ -173,7 +173,7 @@ class Prompts:
     def _count(self, sequence: Sequence, kept: int, seconds: float) -> None:
         """Count a prompt that was compressed."""
         assert sequence.slot is not None
-        tokens, name = sequence.prompt_tokens, sequence.policy.spec.name
+        tokens, name = sequence.prompt_tokens, sequence.method.spec.name
         whole = (tokens + sequence.request.sampling.max_tokens) * self.model.kv_shape.token_bytes
         one = Compressions(1, tokens, kept, whole, sequence.slot.resident_bytes, seconds)
         self.compressed[name] = self.compressed.get(name, Compressions()).plus(one)

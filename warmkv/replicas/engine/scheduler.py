@@ -44,7 +44,7 @@ class Sequence:
     """A request on its way through the engine."""
 
     request: GenerateRequest
-    policy: Method
+    method: Method
     emit: Emit
     arrived: float
     random: np.random.Generator
@@ -112,7 +112,7 @@ class Sequence:
     def slot_request(self) -> SlotRequest | None:
         """Return what its slot must hold; None if it draws at most the token that follows from the prompt itself."""
         new = self.request.sampling.max_tokens
-        return SlotRequest(self.policy.spec, self.prompt_tokens, new) if new > 1 else None
+        return SlotRequest(self.method.spec, self.prompt_tokens, new) if new > 1 else None
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class Scheduler:
         """Set the bytes of a request's slot and workspace. Raises UnservableRequestError if they can never fit."""
         tokens, slot_request = sequence.prompt_tokens, sequence.slot_request
         sequence.workspace_bytes = workspace_bytes(
-            sequence.policy.spec, self.shape, tokens, len(sequence.request.marks)
+            sequence.method.spec, self.shape, tokens, len(sequence.request.marks)
         )
         if slot_request is not None:
             sequence.slot_bytes = slot_bytes(slot_request.spec, self.shape, tokens, slot_request.new_tokens)

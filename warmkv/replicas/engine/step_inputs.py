@@ -18,7 +18,7 @@ from warmkv.replicas.slots.step_buffer import StepBuffer
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Name parts of the step's buffer, which the next step writes to."""
+    """Name sections of the step's buffer, which the next step writes to."""
 
     ids: Tensor  # [1, tokens]; of a pass without prompts [batch, 1], padded
     positions: Tensor  # as ids
@@ -44,8 +44,8 @@ def upload(buffer: StepBuffer, batch: Pass, drawing: Items[Sequence], sources: l
         pads = [0] * (batch.state.padded - len(ids))
         ids, positions = ids + pads, positions + pads
     places = batch.drawn() if batch.prompts else []
-    for part, numbers in (("tokens", ids), ("positions", positions), ("places", places)):
-        buffer.write(part)[: len(numbers)] = numbers
+    for section, numbers in (("tokens", ids), ("positions", positions), ("places", places)):
+        buffer.write(section)[: len(numbers)] = numbers
     host = parameters_of(drawing, drawn)
     if host is not None:
         buffer.write("parameters")[: host.size] = host.view(np.int64).ravel()

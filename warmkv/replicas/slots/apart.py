@@ -27,7 +27,7 @@ LEAST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Allocation:
     layers: range
     kind: RowKind
     rows: list[int]
@@ -41,7 +41,7 @@ class ApartSlab(Slab):
         super().__init__(KIND, range(shape.layers), 0, shape, dtype, device)
         self.is_fused = True
         self._shape = shape
-        self._parts: dict[int, list[_Part]] = {}  # by the first row of their slot
+        self._allocations: dict[int, list[_Allocation]] = {}  # by the first row of their slot
         self._allocated = 0
         self._facts: Ints = np.zeros((2 * len(PARTS) + len(FACTS), 0), dtype=np.int64)
 
@@ -50,18 +50,18 @@ class ApartSlab(Slab):
         return self._allocated
 
     def bytes_of(self, rows: Sequence[int]) -> int:
-        return sum(self._part_bytes(part) for part in self._parts[rows[0]])
+        return sum(self._bytes_of_one(one) for one in self._allocations[rows[0]])
 
-    def _part_bytes(self, part: _Part) -> int:
-        return row_bytes(part.kind, self._shape) * len(part.rows) * len(part.layers)
+    def _bytes_of_one(self, one: _Allocation) -> int:
+        return row_bytes(one.kind, self._shape) * len(one.rows) * len(one.layers)
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for parts in self._parts.values() for part in parts for tensor in part.memory.tensors()]
+        return [tensor for slot in self._allocations.values() for one in slot for tensor in one.memory.tensors()]
 
     def pieces(self, rows: Sequence[int]) -> list[Piece]:
         return [
-            Piece(part.layers, part.kind, self.state, part.rows, part.memory, list(range(len(part.rows))))
-            for part in self._parts[rows[0]]
+            Piece(one.layers, one.kind, self.state, one.rows, one.memory, list(range(len(one.rows))))
+            for one in self._allocations[rows[0]]
         ]
 
     def facts(self) -> Ints:
@@ -81,15 +81,15 @@ class ApartSlab(Slab):
             for layers, kind, heads in wanted
         ]
         rows = self._free(sum(len(heads) for _, _, heads in wanted))
-        parts: list[_Part] = []
+        allocations: list[_Allocation] = []
         for (layers, kind, heads), memory in zip(wanted, memories, strict=True):
-            first = sum(len(part.rows) for part in parts)
+            first = sum(len(one.rows) for one in allocations)
             mine = rows[first : first + len(heads)]
             self.state.owner[mine], self.state.head[mine] = owner, heads
             self.state.become(mine, kind)
             self._facts[:, mine] = facts(kind, layers, memory, len(mine))
-            parts.append(_Part(layers, kind, mine, memory))
-        self._parts[rows[0]] = parts
+            allocations.append(_Allocation(layers, kind, mine, memory))
+        self._allocations[rows[0]] = allocations
         self._allocated += self.bytes_of(rows)
         return rows
 
@@ -107,5 +107,5 @@ class ApartSlab(Slab):
     def release(self, rows: Sequence[int]) -> None:
         """Free the rows of a slot, and their memory."""
         self._allocated -= self.bytes_of(rows)
-        del self._parts[rows[0]]
+        del self._allocations[rows[0]]
         self.state.free(rows)

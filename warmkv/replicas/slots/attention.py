@@ -27,7 +27,7 @@ def attend_rows(
     K and V are not repeated: the query heads of a group take the place of the query length. Sinks are [n, group].
     """
     scale = softmax.scale
-    if not softmax.is_plain:
+    if not softmax.is_standard:
         logits = cap((query.float() * scale) @ keys.float().transpose(1, 2), softmax.softcap)
         weights = weigh(logits if bias is None else logits + bias[:, None], softmax.sinks)
         return weights.to(query.dtype) @ values

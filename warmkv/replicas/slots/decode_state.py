@@ -24,7 +24,7 @@ from warmkv.replicas.slots.slots import SlotPool
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _SlabStep:
     """What one slab does in a step."""
 
     slab: Slab
@@ -43,7 +43,7 @@ class _Part:
 class DecodeState:
     """One decode step over `slots`, in their order in the batch.
 
-    If planning it raises, nothing has changed. If the model does, `part` goes on with the same step for some of its
+    If planning it raises, nothing has changed. If the model does, `subset` goes on with the same step for some of its
     slots: rows have advanced once, and no layer does again what it has done (`attention_metadata.Progress`).
     """
 
@@ -71,15 +71,15 @@ class DecodeState:
         for slot in slots:
             slot.tokens += 1
 
-    def part(self, slots: Sequence[Slot]) -> DecodeState:
-        """Return the same step for some of its slots, after it failed; if this fails, too, it has parts likewise."""
+    def subset(self, slots: Sequence[Slot]) -> DecodeState:
+        """Return the same step for some of its slots, after it failed; if this fails, too, it has subsets likewise."""
         rest = object.__new__(DecodeState)
         rest._pool, rest._inv_freq = self._pool, self._inv_freq
         rest._spans = _spans(self._pool.slabs)
         rest._tokens, rest._dues, rest._done = self._tokens, self._dues, self._done
         rest._packed = {group: set(layers) for group, layers in self._packed.items()}
         rest._launched = {launch: replace(progress) for launch, progress in self._launched.items()}
-        rest._plan(slots, {part.slab: part.step for parts in self._parts.values() for part in parts})
+        rest._plan(slots, {each.slab: each.step for layer in self._slab_steps.values() for each in layer})
         return rest
 
     def _in_batch(self, slots: Sequence[Slot]) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Bools]:
@@ -118,7 +118,7 @@ class DecodeState:
                 if isinstance(slab, PagedSlab):
                     pages[:, span] = slab.written(self._done.entries[span])
             self._tables.take(pool.rows, self._done, active, ages, shifts, pages)
-        self._parts: dict[int, list[_Part]] = {layer: [] for layer in range(pool.shape.layers)}
+        self._slab_steps: dict[int, list[_SlabStep]] = {layer: [] for layer in range(pool.shape.layers)}
         self._plain: dict[int, PlainRows] = {}  # of slabs of the layers, those that one call may attend
         if in_slabs:
             self._plan_slabs(at, active, ages, shifts, failed)
@@ -164,14 +164,14 @@ class DecodeState:
             if slab in failed:
                 step.take(failed[slab])
             others = np.flatnonzero(sit_out[of])
-            part = _Part(
+            slab_step = _SlabStep(
                 slab,
                 step,
                 whole=step.used == self._rows and bool((host.target[of] == np.arange(self._rows)).all()),
                 others=torch.from_numpy(others).to(device) if len(others) else None,
             )
             for layer in slab.layers:
-                self._parts[layer].append(part)
+                self._slab_steps[layer].append(slab_step)
             if cpu_attention.is_loaded() and slab.is_plain and not self._pool.batch_invariant:
                 rows = used + span.start
                 own = SlabRows(slab, used, host.entries[rows], host.lengths[rows], index[rows])
@@ -201,7 +201,7 @@ class DecodeState:
 
         That is a step which has not begun, of which kernels attend all.
         """
-        if self._launched or any(self._parts.values()):
+        if self._launched or any(self._slab_steps.values()):
             return None
         return self.padded, self._tables.key, self._tables.places
 
@@ -224,7 +224,7 @@ class DecodeState:
             progress = self._launched.setdefault((layer, batch.storage.name, own), LaunchProgress())
             given = query[:, :, 0], key[:, :, 0], value[:, :, 0]
             kernels.attend(batch, self._tables, layer, *given, softmax, out, progress)
-        if self._parts[layer]:
+        if self._slab_steps[layer]:
             return self._attend_slabs(layer, query, key, value, softmax, out)
         return out[: len(query) * heads].view(query.shape)
 
@@ -237,20 +237,20 @@ class DecodeState:
         keys, values = key.reshape(self._rows, head_dim), value.reshape(self._rows, head_dim)
         if (sinks := softmax.sinks) is not None:  # of the query heads of every row
             softmax = replace(softmax, sinks=sinks.view(-1, queries.shape[1]).repeat(len(query), 1))
-        parts, plain = self._parts[layer], self._plain.get(layer)
-        if plain is not None and softmax.is_plain and cpu_attention.takes_rows(queries, keys, values):
+        slab_steps, plain = self._slab_steps[layer], self._plain.get(layer)
+        if plain is not None and softmax.is_standard and cpu_attention.takes_rows(queries, keys, values):
             if out is None:
                 out = queries.new_empty(self._rows + 1, *queries.shape[1:])
             plain.attend(layer, queries, keys, values, softmax.scale, out)
-            parts = [part for part in parts if not part.slab.is_plain]
-        for part in parts:
-            if part.whole:
-                return part.attend(layer, queries, keys, values, softmax).view_as(query)
+            slab_steps = [each for each in slab_steps if not each.slab.is_plain]
+        for slab_step in slab_steps:
+            if slab_step.whole:
+                return slab_step.attend(layer, queries, keys, values, softmax).view_as(query)
             if out is None:
                 out = queries.new_empty(self._rows + 1, *queries.shape[1:])
-            source, target = part.step.numbers.source, part.step.numbers.target
+            source, target = slab_step.step.numbers.source, slab_step.step.numbers.target
             own = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[source])
-            out[target] = part.attend(layer, queries[source], keys[source], values[source], own)
+            out[target] = slab_step.attend(layer, queries[source], keys[source], values[source], own)
         assert out is not None
         return out[:-1].reshape(query.shape)
 

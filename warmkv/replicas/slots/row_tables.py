@@ -65,7 +65,7 @@ class RowBatch:
 
     rows: Tensor  # [n] their columns in the tables; -1: none
     places: Tensor  # [n] (sequence, KV head) counted through
-    first_parts: Tensor  # [n + 1] where the splits of each begin among `tasks`
+    first_splits: Tensor  # [n + 1] where the splits of each begin among `tasks`
     tasks: Tensor  # [programs] the row of each split
     logits_at: Tensor  # [n] where the logits of scored rows begin, in entries; -1: not scored
     storage: StorageFormat
@@ -218,8 +218,8 @@ class RowTables:
         on_device = iter([at[: len(part)] for at, part in zip(split, parts, strict=True)])
         made = {}
         for each in distinct:
-            rows_of, places_of, first_parts, tasks, logits_at = islice(on_device, len(each.index))
-            made[id(each)] = RowBatch(rows_of, places_of, first_parts, tasks, logits_at, **each.facts)
+            rows_of, places_of, first_splits, tasks, logits_at = islice(on_device, len(each.index))
+            made[id(each)] = RowBatch(rows_of, places_of, first_splits, tasks, logits_at, **each.facts)
         numbers = {each: number for number, each in enumerate(made)}
         self.key = (
             tuple(tuple(numbers[id(each)] for each in layer) for layer in batches),

@@ -20,7 +20,7 @@ from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes, slot_bytes
 from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.apart import ApartSlab
-from warmkv.replicas.slots.hand_over import hand_over, kept_by_head
+from warmkv.replicas.slots.hand_off import hand_off, kept_by_head
 from warmkv.replicas.slots.layout import Row, Wanted, wanted_rows
 from warmkv.replicas.slots.paged import PagedSlab, SwappedPages, can_page, page_of
 from warmkv.replicas.slots.row_tables import RowTables
@@ -49,7 +49,7 @@ class SlotPool:
         self.slots: dict[int, Slot] = {}
         self._rows: RowTable | None = None  # of all slabs, in their order
         self._tables: RowTables | None = None
-        self._left = False  # whether slabs may have become empty
+        self._released = False  # whether slabs may have become empty
 
     @property
     def rows(self) -> RowTable:
@@ -226,13 +226,13 @@ class SlotPool:
             return
         for slab, rows in slot.places:
             slab.release(rows)
-            self._left |= slab.is_fused
+            self._released |= slab.is_fused
         slot.places, slot.reserved = [], 0
 
     def give_back(self) -> None:
-        """Give back slabs that are empty since a slot left, where kernels attend; not while a step goes on."""
-        if self._left:
-            self._left = False
+        """Give back slabs that are empty since a slot was released, where kernels attend; not while a step goes on."""
+        if self._released:
+            self._released = False
             kept = [slab for slab in self.slabs if not (slab.is_fused and slab.allocated_bytes and slab.is_empty)]
             if len(kept) < len(self.slabs):
                 self.slabs, self._rows = kept, None
@@ -306,7 +306,7 @@ class SlotPool:
         if slot.reserved:
             asked = [[self._row(slot.slot_request, layer, n) for n in heads] for layer, heads in enumerate(counts)]
             self._claim_set_aside(slot, wanted_rows(asked))
-        hand_over(slot, self.shape, prompt, selections, counts)
+        hand_off(slot, self.shape, prompt, selections, counts)
         slot.tokens = prompt.tokens
         return round(sum(map(sum, counts)) / self.shape.layers / self.shape.kv_heads)
 
@@ -379,7 +379,7 @@ class SlotPool:
         _, limit = slot.slot_request.row(kept, 0)
         for row in rows:
             slab.state.start(row, slab.kind, kept=kept, limit=limit, packed_limit=0, recent=0, protected=0)
-        slab.hand_over(rows[0], prompt, selections, list(itertools.takewhile(slab.accepts, stored)))
+        slab.hand_off(rows[0], prompt, selections, list(itertools.takewhile(slab.accepts, stored)))
         slot.tokens = prompt.tokens
         return kept
 

@@ -120,8 +120,8 @@ def variants(batch: RowBatch, *, windowed: bool) -> Iterator[RowBatch]:
     methods = [method for method in METHODS.values() if storage.name in (method.storages or (storage.name,))]
     scores, segments = "argmin" in storage.decode_rules, any(method.reads_segments for method in methods)
     for scored, segmented, slid, splits in product({False, scores}, {False, segments}, {False, windowed}, (1, 2)):
-        tasks, first_parts = rows[:-1].repeat_interleave(splits), splits * rows
-        parts = replace(batch, tasks=tasks, first_parts=first_parts)
+        tasks, first_splits = rows[:-1].repeat_interleave(splits), splits * rows
+        split = replace(batch, tasks=tasks, first_splits=first_splits)
         yield replace(
-            parts, scored=scored, segmented=segmented, windowed=slid, most_entries=1, most_read=1, most_segments=1
+            split, scored=scored, segmented=segmented, windowed=slid, most_entries=1, most_read=1, most_segments=1
         )

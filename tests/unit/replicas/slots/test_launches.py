@@ -22,7 +22,7 @@ from warmkv.policies.compression.selection import Selection
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import METHODS, STORAGES, PolicySpec
-from warmkv.replicas.slots import hand_over, kernels
+from warmkv.replicas.slots import hand_off, kernels
 from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.slot import SlotRequest
 from warmkv.replicas.slots.slots import SlotPool
@@ -213,7 +213,7 @@ def test_a_hand_off_fills_layers_that_keep_as_much_by_the_launches_of_one(calls,
     """But for what is stacked of their selections, one tensor of each."""
 
     def launched(layers: int, at_once: int = 1 << 26) -> int:
-        monkeypatch.setattr(hand_over, "FILLED_AT_ONCE", at_once)
+        monkeypatch.setattr(hand_off, "FILLED_AT_ONCE", at_once)
         shape = replace(SHAPE, layers=layers)
         spec = budgets.in_force(PolicySpec.model_validate(policy), 300, 8)
         pool = SlotPool(shape, torch.float32, torch.device("cpu"))

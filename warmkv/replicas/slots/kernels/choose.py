@@ -128,15 +128,15 @@ def choose_entries(
     for start in tl.range(0, segments, BLOCK):
         bits, in_use = _bits(estimates, start, segments, segment, length, BLOCK)
         certain += tl.sum(tl.where(bits > low, in_use, 0), 0)
-    left = wanted - certain  # of equals those of lower position
+    remaining = wanted - certain  # of equals those of lower position
     taken = tl.zeros([], tl.int32)
     chosen += index * most_chosen
     for start in tl.range(0, segments, BLOCK):
         bits, in_use = _bits(estimates, start, segments, segment, length, BLOCK)
         equal = tl.where(bits == low, in_use, 0)
-        room = tl.maximum(left - (tl.cumsum(equal, 0) - equal), 0)
+        room = tl.maximum(remaining - (tl.cumsum(equal, 0) - equal), 0)
         takes = tl.where(bits > low, in_use, tl.minimum(equal, room))
-        left -= tl.sum(tl.minimum(equal, room), 0)
+        remaining -= tl.sum(tl.minimum(equal, room), 0)
         first = taken + tl.cumsum(takes, 0) - takes
         at = start + tl.arange(0, BLOCK)
         for entry in tl.range(0, segment):

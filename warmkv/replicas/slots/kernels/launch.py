@@ -110,16 +110,16 @@ def attend(
             num_warps=8,
         )  # fmt: skip
     whole = programs == n and softmax.sinks is None and not storage.rotated
-    parts = tables.workspace("parts", (programs, group, head_dim), torch.float32) if not whole else absent
+    partials = tables.workspace("partials", (programs, group, head_dim), torch.float32) if not whole else absent
     peaks = tables.workspace("peaks", (programs, group), torch.float32)
     totals = tables.workspace("totals", (programs, group), torch.float32)
     logits = tables.workspace("logits", (batch.logits * group,), torch.float32) if special else absent
     tiles = tiles_of(storage, padded, dtype.itemsize, page_size)
     decode.attend_split[programs,](
-        query, query.stride(0), query.stride(1), *rows, batch.tasks, batch.first_parts,
+        query, query.stride(0), query.stride(1), *rows, batch.tasks, batch.first_splits,
         chosen, counts, batch.most_read, levels, tables.inv_freq, batch.logits_at,
         softmax.scale * math.log2(math.e), (softmax.softcap or 1.0) * math.log2(math.e),
-        out, parts, peaks, totals, logits,
+        out, partials, peaks, totals, logits,
         LOAD_KEYS=reader.keys, LOAD_VALUES=reader.values, BITS=storage.bits, **types,
         ALIGNED=batch.aligned, M=heads, **sizes, BLOCK=tiles.entries, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
         PRECISION=precision, CHOSEN=batch.segmented, GROUPED=storage.group > 1, REBASED=special,
@@ -130,14 +130,14 @@ def attend(
     sinks = absent if softmax.sinks is None else softmax.sinks
     if not whole:
         decode.combine[n, group](
-            parts, peaks, totals, batch.rows, batch.places, batch.first_parts, sinks, rotation, out,
+            partials, peaks, totals, batch.rows, batch.places, batch.first_splits, sinks, rotation, out,
             **sizes, S=_SPLITS_AT_ONCE, SINKS=softmax.sinks is not None, ROTATED=storage.rotated,
         )  # fmt: skip
     if (
         batch.scored and not progress.counted
     ):  # last: whoever repeats a call that ran out of memory must not have counted yet
         decode.sum_received[n, -(-batch.most_entries // _SCORE_BLOCK)](
-            logits, batch.logits_at, peaks, totals, sinks, *rows, batch.first_parts,
+            logits, batch.logits_at, peaks, totals, sinks, *rows, batch.first_splits,
             KV_HEADS=key.shape[1], G=group, M=_power_of_two(group), S=MOST_SPLITS, BLOCK=_SCORE_BLOCK,
             GROUPED=storage.group > 1, WINDOWED=batch.windowed, SINKS=softmax.sinks is not None,
         )  # fmt: skip

@@ -124,14 +124,15 @@ def _least(facts, numbers, count, row, layer, BLOCK: tl.constexpr):
     oldest = table.number(numbers, count, row, table.OLDEST)
     early = table.number(numbers, count, row, table.EARLY)
     window = table.number(facts, count, row, table.WINDOW)
-    left = tl.where(window > 0, table.number(numbers, count, row, table.AGE) - window, -1)  # what nothing sees
+    # The age up to which nothing sees entries.
+    unseen = tl.where(window > 0, table.number(numbers, count, row, table.AGE) - window, -1)
     least = tl.full([], float("inf"), tl.float32)
     for start in tl.range(0, in_use, BLOCK):
-        _, score = _scored(scores, ages, start, in_use, oldest, early, left, BLOCK)
+        _, score = _scored(scores, ages, start, in_use, oldest, early, unseen, BLOCK)
         least = tl.minimum(least, tl.min(score, 0))
     found = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)  # age and entry in one number
     for start in tl.range(0, in_use, BLOCK):
-        age, score = _scored(scores, ages, start, in_use, oldest, early, left, BLOCK)
+        age, score = _scored(scores, ages, start, in_use, oldest, early, unseen, BLOCK)
         entries = start + tl.arange(0, BLOCK)
         both = (age.to(tl.int64) << 32) | entries
         both = tl.where((score <= least) & (entries < in_use), both, 0x7FFFFFFFFFFFFFFF)
@@ -140,10 +141,10 @@ def _least(facts, numbers, count, row, layer, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scored(scores, ages, start, in_use, oldest, early, left, BLOCK: tl.constexpr):
+def _scored(scores, ages, start, in_use, oldest, early, unseen, BLOCK: tl.constexpr):
     entries = start + tl.arange(0, BLOCK)
     used = entries < in_use
     age = tl.load(ages + entries, mask=used, other=0)
     score = tl.load(scores + entries, mask=used, other=float("inf"))
     score = tl.where(used & ((age > oldest) | (age < early)), score + EVICTED_LAST, score)
-    return age, tl.where(used & (age <= left), float("-inf"), score)
+    return age, tl.where(used & (age <= unseen), float("-inf"), score)

@@ -27,7 +27,7 @@ def kept_by_head(selections: Sequence[Selection]) -> list[list[int]]:
     return counts
 
 
-def hand_over(
+def hand_off(
     slot: Slot, shape: KVShape, prompt: PrefillState, selections: Sequence[Selection], counts: Sequence[Sequence[int]]
 ) -> None:
     """Fill the rows of a slot with selections by layer, of `counts` tokens by layer and KV head."""
