@@ -273,7 +273,7 @@ class Cluster:
                 if self._scales and len(self._fleets) > 1:
                     self._count(job.number, self._group_of[name])
                 fleet.transfers[name].take(job, fetch)
-                gateway.sent(job, name, replica.in_flight, now)
+                gateway.sent(job, name, replica.ongoing, now)
                 return
         replicas = [self._fleets[self._group_of[name]].serving[name] for name in order]
         self._refuse(job, too_large=not any(replica.ever_fits(job) for replica in replicas))
@@ -285,10 +285,10 @@ class Cluster:
     def _count(self, number: int, group: str | None) -> None:
         """Let the autoscaling of a group count a request, and that of another one no more."""
         if (before := self._counted.pop(number, None)) is not None:
-            self._fleets[before].in_flight(-1)
+            self._fleets[before].count(-1)
         if group is not None:
             self._counted[number] = group
-            self._fleets[group].in_flight(1)
+            self._fleets[group].count(1)
 
     def _refuse(self, job: Job, *, too_large: bool = False) -> None:
         job.too_large = too_large

@@ -141,7 +141,7 @@ class SimulatedReplica:
         self._ended, self._began = ended, began
         self._overhead = times.overhead
         self._tier_seconds = tier_seconds if any(tier_seconds) else None
-        self.in_flight = 0
+        self.ongoing = 0
         self._expected = 0  # of them, those whose blocks are on their way
         self._costs: dict[StepKind, tuple[PhaseCosts, Load, float]] = {}  # of all requests so far
         alarm = self._alarm = Alarm(lambda now: None)
@@ -178,7 +178,7 @@ class SimulatedReplica:
 
     def expect(self) -> None:
         """Announce a job that is submitted once its fetched blocks have come."""
-        self.in_flight += 1
+        self.ongoing += 1
         self._expected += 1
 
     def submit(self, job: Job, *, expected: bool = False) -> None:
@@ -187,7 +187,7 @@ class SimulatedReplica:
         if expected:
             self._expected -= 1
         else:
-            self.in_flight += 1
+            self.ongoing += 1
         if self._pool is not None:
             job.names = (*self.cache.names(job.blocks), *job.generated)
         job.tag = self.waiting.push(job, job.tenant, job.prompt + job.allowed)  # fair by tokens
@@ -318,5 +318,5 @@ class SimulatedReplica:
             self.cache.keep(job.generated[-1], job.tenant, now)
         job.finished = now + self._overhead
         self._slots.change(-job.slot_bytes, now)
-        self.in_flight -= 1
+        self.ongoing -= 1
         self._ended(job)
