@@ -52,7 +52,7 @@ class DiskTierError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of its block. Times are Unix time; infinite ones are None."""
+    """The metadata of a block's file. Times are Unix time; None is infinity."""
 
     key: str  # hexadecimal, as `parent`, which is empty for the first block of a prompt
     parent: str
@@ -69,7 +69,7 @@ class Header:
 
 
 def header(block: HeldBlock, storage: BlockStorage, now: float, wall: float) -> Header:
-    """Build the file header of a block, whose times are those of a clock that shows `now` at the Unix time `wall`."""
+    """Build the file header of a block; `now` on its clock is the Unix time `wall`."""
     is_marked = block.mark_expires_at > now
     return Header(
         key=block.key.hex(),
@@ -209,7 +209,7 @@ class Folder:
         self.file(key).unlink(missing_ok=True)
 
     def tidy(self) -> None:
-        """Remove what a process that was killed had not finished writing."""
+        """Remove the unfinished files of a process that was killed."""
         for path in self.path.glob(f"??/*{SUFFIX}{PART}"):
             path.unlink(missing_ok=True)
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What the model computes at once: chunks of prompts, then a token each of the sequences of a decode step."""
+    """One forward pass: chunks of prompts, then a token of each sequence of a decode step."""
 
     prompts: Items[Sequence]  # whose chunks have begun
     decoding: Items[Sequence] = ()
@@ -35,7 +35,7 @@ class Pass:
 
     @property
     def ending(self) -> list[Sequence]:
-        """Return the prompts of which this is the last chunk."""
+        """Return the prompts whose last chunk this is."""
         return [sequence for sequence in self.prompts if sequence.workspace.ends]
 
     def ids(self) -> list[int]:
@@ -96,7 +96,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PassOutcome:
-    """What came of a step: tokens, NO_TOKEN of prompts that go on; who failed with which error, and who was shed."""
+    """The outcome of a step: tokens (NO_TOKEN of prompts that go on), failures with their errors, shed requests."""
 
     tokens: list[tuple[Sequence, int]] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
@@ -117,11 +117,11 @@ def run(
 ) -> PassOutcome:
     """Compute the chunks that prompts have begun, and draw a token for every sequence that decodes, in one pass.
 
-    If that fails, each prompt and the sequences that decode go on with the same step apart, and of these the halves,
-    down to those that fail alone. If memory runs out for the sequences that decode, or for a prompt alone, the youngest
-    are ended by `shed` until it suffices. `retrying` is called before a part is computed again. `compute` returns a
-    token of every prompt and sequence of a pass. `begun` is a step of what decodes that failed before. Raises errors
-    after which the device cannot be used any more.
+    If that fails, each prompt and the sequences that decode go on with the same step apart, the latter in halves, down
+    to those that fail alone. If memory runs out for the sequences that decode, or for a prompt alone, `shed` ends the
+    youngest until the rest fits. `retrying` is called before a part is computed again. `compute` returns a token of
+    every prompt and sequence of a pass. `begun` is a decode step that failed when it was launched. Raises errors after
+    which the device cannot be used any more.
     """
     outcome = PassOutcome()
 
@@ -182,7 +182,7 @@ def run(
 
 
 def _apart(batch: Items[Sequence]) -> list[list[Sequence]]:
-    """Return the parts of a pass that can be computed apart: each prompt, and what decodes."""
+    """Split a pass into what can be computed apart: each prompt, and the sequences that decode."""
     decoding = [sequence for sequence in batch if sequence.prefill is None]
     prompts = [[sequence] for sequence in batch if sequence.prefill is not None]
     return [decoding, *prompts] if decoding else prompts

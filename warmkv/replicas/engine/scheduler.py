@@ -1,4 +1,4 @@
-"""Who is computed when: fair among tenants, admitted when slot and workspace fit, within the tokens of a step."""
+"""Schedule requests: fair among tenants, admitted when slot and workspace fit, within the tokens of a step."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Return True if log-probabilities of its prompt are wanted: what is cached has no logits and is not read."""
+        """Return True if log-probabilities of its prompt are wanted: cached KV has no logits and is not used."""
         return self.request.sampling.prompt_logprobs is not None
 
     @property
     def scored(self) -> range:
-        """Return the positions of its chunk whose logits tell log-probabilities of the prompt's tokens."""
+        """Return the positions of its chunk whose logits give the prompt's log-probabilities."""
         chunk = self.workspace.chunk
         return range(chunk.start, min(chunk.stop, self.prompt_tokens - 1)) if self.is_scored else range(0)
 
@@ -110,7 +110,7 @@ class Sequence:
 
     @property
     def slot_request(self) -> SlotRequest | None:
-        """Return what its slot must hold; None if it draws at most the token that follows from the prompt itself."""
+        """Return the request for its slot; None if it draws at most the token that follows from the prompt itself."""
         new = self.request.sampling.max_tokens
         return SlotRequest(self.method.spec, self.prompt_tokens, new) if new > 1 else None
 
@@ -178,7 +178,7 @@ class Scheduler:
             raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)", waiting, seconds)
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        """Let a request wait; its work is its prompt and what it may draw."""
+        """Queue a request; its cost is its prompt and the tokens that it may draw."""
         if not (self.waiting or self.prefilling or self.decoding):
             self.completions.begin(now)
         request, sequence.queued = sequence.request, now
@@ -213,7 +213,7 @@ class Scheduler:
         ]
 
     def _lacking(self, prompts: list[Sequence]) -> tuple[list[int], list[float]]:
-        """Return the tokens that prompts lack, and what each counts for in the next step."""
+        """Return the tokens that prompts lack, and the weight of one of each in the next step."""
         lacking, decoding = [sequence.lacking_tokens for sequence in prompts], len(self.decoding)
         contexts = [sequence.prompt_tokens - tokens for sequence, tokens in zip(prompts, lacking, strict=True)]
         return lacking, [batching.work_per_token(each, self.keys_per_token, decoding) for each in contexts]
@@ -221,7 +221,7 @@ class Scheduler:
     def admit(self, now: float) -> Sequence | None:
         """Admit the next request that gets tokens of the next step, and claim its slot; None if there is none.
 
-        What was set aside and fits again decodes at once. If it raises, the failure is that of `admitting`.
+        A preempted request that fits again decodes at once. What is raised belongs to `admitting`.
         """
         while self.waiting:
             if self._is_full and self.config.preempt_seconds is None:
@@ -245,7 +245,7 @@ class Scheduler:
         return len(self.decoding) + len(self.prefilling) >= self.config.max_slots
 
     def _waits_for_prefix(self, sequence: Sequence, free: int) -> bool:
-        """Return True if a request would fit, but a prompt in progress computes what its own prompt lacks."""
+        """Return True if a request fits, but a prompt in progress computes a prefix that it lacks."""
         needed = sequence.slot_bytes + sequence.workspace_bytes
         if not self.prefilling or not self.store.enabled or sequence.swapped or sequence.is_scored or needed > free:
             return False
@@ -254,9 +254,9 @@ class Scheduler:
         return batching.shares_prefix(hashes, self.store.leading(hashes)[1], computing)
 
     def _fits(self, sequence: Sequence, now: float, below: float, free: int) -> bool:
-        """Return True if a request has tokens, its slot and its workspace now.
+        """Return True if a request gets tokens, its slot and its workspace now.
 
-        Prompts `below` a length get tokens of the next step; `free` bytes are left if idle rows are given back.
+        Prompts `below` a length get tokens of the next step; `free` bytes remain if idle rows are given back.
         """
         if not sequence.swapped and sequence.prompt_tokens >= below:
             hashes = () if sequence.is_scored else sequence.request.hashes
@@ -270,7 +270,7 @@ class Scheduler:
         return fits
 
     def _claim(self, sequence: Sequence) -> bool:
-        """Return True if a request has its slot and its workspace now."""
+        """Claim the slot and workspace of a request; return True if it has them."""
         if self._is_full:
             return False
         if sequence.swapped:
@@ -285,10 +285,10 @@ class Scheduler:
         return False
 
     def _preempt(self, sequence: Sequence, now: float) -> bool:
-        """Set aside what holds the room for a request that has waited long enough; whether anything was.
+        """Preempt a sequence for a request that has waited long enough; return True if one was.
 
-        It is the youngest of the tenant that holds most, if that is more than the waiting one would hold: so two
-        tenants never set each other aside in turn. Every policy resumes, for its slot is copied as it is.
+        It is the youngest of the tenant that holds most, if that is more than the waiting tenant would hold: two
+        tenants never preempt each other in turn. Every policy resumes, for its slot is copied as it is.
         """
         patience, tenant = self.config.preempt_seconds, sequence.request.tenant
         if patience is None or now - sequence.queued < patience or not self.decoding:
@@ -324,7 +324,7 @@ class Scheduler:
         return next((sequence for sequence in self.everyone() if sequence.request.id == request_id), None)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its slot."""
+        """Remove a sequence from wherever it is, and free its slot."""
         self.prefilling.pop(sequence, None)
         if self.admitting is sequence:
             self.admitting = None

@@ -1,4 +1,4 @@
-"""What is compiled before the first request: the model, and the kernels that attend. Then steps are recorded."""
+"""Compile the model and the attention kernels before the first request, then record decode steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Keep each slot's rows in memory of its own: where kernels attend, which find rows by address, wherever they lie.
+"""Keep each slot's rows in memory of its own, for kernels, which find rows by address.
 
-Nothing is allocated for slots to come, cleared, moved or kept when a slot leaves. Rows of all kinds and layers share
-one bookkeeping, so a step costs its host the same however many kinds there are.
+Nothing is allocated ahead, cleared, moved or kept when a slot is released. Rows of all kinds and layers share one
+bookkeeping, so a step costs its host the same however many kinds there are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Allocation:
 
 
 class ApartSlab(Slab):
-    """Hold rows of every kind whose entries stand alone; groups are packed slab by slab, so they lie in others."""
+    """Hold rows of every kind but those packed in groups, which are packed slab by slab and lie in other slabs."""
 
     def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(KIND, range(shape.layers), 0, shape, dtype, device)
@@ -68,11 +68,11 @@ class ApartSlab(Slab):
         return self._facts
 
     def free_rows(self) -> list[int]:
-        """Return none: they take no memory, and only `take_rows` gives them to a slot."""
+        """Return none: free rows take no memory, and only `take_rows` gives them to a slot."""
         return []
 
     def take_rows(self, owner: int, wanted: Sequence[Wanted]) -> list[int]:
-        """Allocate rows for a slot and return them; the table of rows may be another one then.
+        """Allocate and return rows for a slot; the table of rows may be replaced.
 
         Nothing has changed if memory runs out.
         """
@@ -94,7 +94,7 @@ class ApartSlab(Slab):
         return rows
 
     def _free(self, count: int) -> list[int]:
-        """Return so many free rows; there are twice as many rows whenever they do not suffice."""
+        """Return `count` free rows; the table doubles if they do not suffice."""
         free: list[int] = np.flatnonzero(self.state.owner == FREE).tolist()
         if len(free) < count:
             more = max(LEAST_ROWS, self.rows, count - len(free))

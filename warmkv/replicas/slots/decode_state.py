@@ -1,4 +1,4 @@
-"""One decode step over many slots: all rows advance together, and layers attend by kernels or slab by slab."""
+"""One decode step over many slots: all rows advance together; layers attend by kernels or slab by slab."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from warmkv.replicas.slots.slots import SlotPool
 
 @dataclass(frozen=True, slots=True)
 class _SlabStep:
-    """What one slab does in a step."""
+    """One slab's part of a step."""
 
     slab: Slab
     step: AttentionMetadata
@@ -43,8 +43,8 @@ class _SlabStep:
 class DecodeState:
     """One decode step over `slots`, in their order in the batch.
 
-    If planning it raises, nothing has changed. If the model does, `subset` goes on with the same step for some of its
-    slots: rows have advanced once, and no layer does again what it has done (`attention_metadata.Progress`).
+    Nothing has changed if planning raises. If the model does, `subset` continues the same step for some of the slots:
+    rows advance once, and no layer repeats what it has done (`attention_metadata.Progress`).
     """
 
     def __init__(self, pool: SlotPool, slots: Sequence[Slot], inv_freq: Tensor) -> None:
@@ -72,7 +72,7 @@ class DecodeState:
             slot.tokens += 1
 
     def subset(self, slots: Sequence[Slot]) -> DecodeState:
-        """Return the same step for some of its slots, after it failed; if this fails, too, it has subsets likewise."""
+        """Return the failed step for some of its slots; it may fail and be subset again."""
         rest = object.__new__(DecodeState)
         rest._pool, rest._inv_freq = self._pool, self._inv_freq
         rest._spans = _spans(self._pool.slabs)
@@ -83,14 +83,14 @@ class DecodeState:
         return rest
 
     def _in_batch(self, slots: Sequence[Slot]) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Bools]:
-        """Return the place in the batch of every row's slot, -1 if it is not there; and whether it is."""
+        """Return the batch index of every row's slot, -1 if it is not in the batch, and a mask of those that are."""
         batch = np.full(max(self._pool.slots, default=0) + 2, -1, dtype=np.int64)  # by slot id; FREE: none
         batch[[slot.id for slot in slots]] = np.arange(len(slots))
         at = batch[self._pool.rows.owner]
         return at, at >= 0
 
     def _plan(self, slots: Sequence[Slot], failed: Mapping[Slab, AttentionMetadata]) -> None:
-        """Lay out the step for these slots, whose rows have advanced; `failed` are steps to go on with."""
+        """Plan the step of slots whose rows have advanced; `failed` are metadata of a step to continue."""
         pool = self._pool
         at, active = self._in_batch(slots)
         # Positions that the model sees [batch].
@@ -126,7 +126,7 @@ class DecodeState:
     def _plan_slabs(
         self, at: Ints, active: Bools, ages: Ints, shifts: Ints, failed: Mapping[Slab, AttentionMetadata]
     ) -> None:
-        """Lay out what the slabs do that kernels do not read."""
+        """Plan the rows that kernels do not support."""
         state, done = self._pool.rows, self._done
         index = at * self._pool.shape.kv_heads + state.head
         lengths = np.where(active, done.lengths, 1)
@@ -185,9 +185,9 @@ class DecodeState:
             self._plain[layer] = made[name]
 
     def begin(self) -> None:
-        """Upload what the step is told, and pack the groups that leave their tails, in all layers at once.
+        """Upload the step's inputs, and pack full groups of the tails, in all layers at once.
 
-        `attend` does so if nobody has.
+        `attend` does so if it was not called.
         """
         self._pool.buffer.upload()
         while self._packing:
@@ -197,22 +197,22 @@ class DecodeState:
 
     @property
     def key(self) -> Hashable | None:
-        """Return what the launches of a step depend on, with which it may be replayed; None if it may not be.
+        """Return the key under which the step may be recorded and replayed; None if it may not be.
 
-        That is a step which has not begun, of which kernels attend all.
+        It may if it has not begun and kernels attend all of its rows.
         """
         if self._launched or any(self._slab_steps.values()):
             return None
         return self.padded, self._tables.key, self._tables.places
 
     def restart(self) -> None:
-        """Take a step for one that has not begun: what was launched was recorded only."""
+        """Reset the step: its launches were only recorded."""
         self._launched.clear()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attend q [batch, q_heads, 1, head_dim] to k and v [batch, kv_heads, 1, head_dim]; returns the shape of q.
 
-        The batch is that of the slots, or `padded`: the output of sequences that pad it is zeros.
+        The batch has one sequence per slot, or `padded`, of which padding gets zeros.
         """
         self.begin()
         if not (batches := self.batches[layer]):
@@ -231,7 +231,7 @@ class DecodeState:
     def _attend_slabs(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, out: Tensor | None
     ) -> Tensor:
-        """Attend what kernels do not read, slab by slab; `out` [rows + 1, group, head_dim] has the other rows."""
+        """Attend rows that kernels do not support, slab by slab; `out` [rows + 1, group, head_dim] has the others."""
         head_dim = query.shape[-1]
         queries = query.reshape(self._rows, -1, head_dim)  # query heads of a group are neighbours
         keys, values = key.reshape(self._rows, head_dim), value.reshape(self._rows, head_dim)
@@ -256,6 +256,6 @@ class DecodeState:
 
 
 def _spans(slabs: Sequence[Slab]) -> list[tuple[Slab, slice]]:
-    """Return all slabs and their rows among those of the pool."""
+    """Return each slab with the range of its rows in the pool."""
     ends = np.cumsum([slab.rows for slab in slabs]).tolist()
     return [(slab, slice(end - slab.rows, end)) for slab, end in zip(slabs, ends, strict=True)]

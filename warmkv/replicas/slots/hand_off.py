@@ -1,4 +1,4 @@
-"""The hand-off from prefill to decode: rows start, and get what was selected of a prompt."""
+"""Hand prompts off from prefill to decode: start rows and fill them with the selected entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILLED_AT_ONCE = 1 << 24
 
 
 def kept_by_head(selections: Sequence[Selection]) -> list[list[int]]:
-    """Return how many tokens each layer's heads keep; the device is waited for once, if at all."""
+    """Return the number of tokens that each layer's heads keep; syncs with the device at most once."""
     if all(selection.exact for selection in selections):
         return [[selection.positions.shape[1]] * len(selection.positions) for selection in selections]
     counted = torch.stack([(selection.positions >= 0).sum(dim=1) for selection in selections])
@@ -53,7 +53,7 @@ def hand_off(
 
 
 def _together(layers: range, counts: Sequence[Sequence[int]], entry_bytes: int) -> Iterator[range]:
-    """Yield neighbouring layers that keep as many tokens, to be filled by the launches of one."""
+    """Yield runs of layers that keep as many tokens, which the same launches can fill."""
     begin = layers.start
     for layer in range(layers.start + 1, layers.stop + 1):
         most = max(1, FILLED_AT_ONCE // max(1, entry_bytes * sum(counts[begin])))

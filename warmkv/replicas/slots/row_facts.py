@@ -1,4 +1,4 @@
-"""What kernels know of a row while it stays where it is: where its parts lie, and what kind it is of."""
+"""Facts of a row for kernels, which hold while it is not moved: the addresses of its parts, and its kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of rows of one kind: allocated at once, filled at the hand-off, copied, cleared and turned back."""
+"""Memory of rows of one kind: allocated at once, filled at the hand-off, copied, cleared, and rotated back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warmkv.replicas.slots.attention import Parts, rotate
 
 @dataclass(frozen=True, slots=True)
 class RowMemory:
-    """Tensors [layers, rows, ...] of which some have no entries, as the kind of row asks."""
+    """Tensors [layers, rows, ...]; those that the kind of row does not need have no entries."""
 
     kind: RowKind
     keys: Parts  # of the storage format, each [layers, rows, packed / group, ...]
@@ -70,14 +70,14 @@ class RowMemory:
         ]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RowMemory:
-        """Return the memory with all tensors changed. This one stays whole if memory runs out half way."""
+        """Return the memory with `change` applied to all tensors; this one stays whole if memory runs out."""
         changed = iter([change(tensor) for tensor in self.tensors()])
         keys, values = tuple(next(changed) for _ in self.keys), tuple(next(changed) for _ in self.values)
         return RowMemory(self.kind, keys, values, *changed)
 
     @contextmanager
     def unchanged(self, at: int, rows: Tensor) -> Iterator[None]:
-        """Put back what `rows` hold in a layer: a step writes to rows that are not in its batch, too."""
+        """Restore `rows` of a layer on exit: a step writes to rows outside of its batch, too."""
         held = [tensor[at, rows] for tensor in self.tensors()]
         try:
             yield

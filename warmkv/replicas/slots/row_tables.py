@@ -58,9 +58,9 @@ LEAST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """The rows of one storage that a layer attends, n of them, the same in every step until its batch is another.
+    """The rows of one storage that a layer attends, n of them with padding; reused until the batch changes.
 
-    The rows of one storage are followed by those that pad the batch, whose output is zeros.
+    Rows that pad the batch come last, and get zeros.
     """
 
     rows: Tensor  # [n] their columns in the tables; -1: none
@@ -84,14 +84,14 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A batch of rows on the host: the tensors of `RowBatch`, and the rest by name."""
+    """A `RowBatch` on the host: its index tensors as arrays, other fields by name."""
 
     index: tuple[Ints, ...]
     facts: dict[str, Any]
 
 
 class RowTables:
-    """Keep the tables of a pool in the buffer of its steps, and workspace; nothing moves unless it has to grow."""
+    """Keep a pool's tables and workspace in the step's buffer; they move only to grow."""
 
     def __init__(
         self, shape: KVShape, buffer: StepBuffer, device: torch.device, inv_freq: Tensor, page_size: int = 0
@@ -115,7 +115,7 @@ class RowTables:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
 
     def _follow(self, slabs: Sequence[Slab], state: RowTable) -> bool:
-        """Take the facts of slabs, whose rows are those of `state`; return False if they are as they were."""
+        """Update the facts if slabs, or the rows in `state`, have changed; return True if so."""
         if self._state is state and self._moves == self.buffer.moves:
             return False
         self._state = None
@@ -140,8 +140,8 @@ class RowTables:
     def take(self, state: RowTable, done: Advance, active: Bools, ages: Ints, shifts: Ints, pages: Ints) -> None:
         """Write the numbers of a step, for the next upload.
 
-        `ages` are positions of new tokens, of which the model sees `shifts` less; `pages` [2, rows] the addresses of
-        those that they go to, where rows lie in pages.
+        `ages` are positions of new tokens, of which the model sees `shifts` less; `pages` [2, rows] are the addresses
+        of the pages that they go to, where rows lie in pages.
         """
         lengths = np.where(active, done.lengths, 1)
         room = self._known.shape[1]
@@ -171,9 +171,9 @@ class RowTables:
     def batches(
         self, slots: Sequence[Slot], slabs: Sequence[Slab], state: RowTable, at: Ints, padded: int
     ) -> list[list[RowBatch]]:
-        """Return what each layer launches for slots, whose rows have the places `at` in the batch (-1: none).
+        """Return the launches of each layer for slots, whose rows have batch indices `at` (-1: not in the batch).
 
-        It is laid out, for `padded` sequences, when the batch is another than before or rows have moved.
+        They are laid out anew, for `padded` sequences, when the batch has changed or rows have moved.
         """
         moved = self._follow(slabs, state)
         if moved or self._slots != tuple(slots):
@@ -229,7 +229,7 @@ class RowTables:
 
     @property
     def places(self) -> Hashable:
-        """Return what changes whenever something that launches take lies elsewhere."""
+        """Return a key that changes whenever memory that launches use moves."""
         return self.buffer.moves, self.facts.shape[1], self._grown
 
     def _layout(self, number: int, rows: Ints, places: Ints, read_limits: Ints, pads: Ints) -> _Layout:
@@ -278,7 +278,7 @@ class RowTables:
         return _Layout(index, facts)
 
     def _at_most(self, number: int) -> int:
-        """Return a bound, one of few where launches are to be the same."""
+        """Round a bound up, so that few launches differ, where they are recorded."""
         return 1 << (int(number) - 1).bit_length() if self.is_static and number else int(number)
 
     @property
@@ -286,7 +286,7 @@ class RowTables:
         return sum(held.nbytes for held in self._workspace.values())
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of anything that stays where it is while no larger one is asked for."""
+        """Return uninitialised workspace, which stays where it is until a larger one is asked for."""
         size = int(np.prod(shape))
         held = self._workspace.get(name)
         if held is None or len(held) < size:

@@ -30,7 +30,7 @@ APPEND, RING, ARGMIN = (get_args(DecodeRule).index(rule) for rule in ("append", 
 
 @dataclass(slots=True)
 class RowTable:
-    """What is known of some rows, each int64 [rows]."""
+    """Bookkeeping of rows, each column int64 [rows]."""
 
     owner: Ints  # id of the slot that the row belongs to, or FREE
     head: Ints  # its KV head
@@ -61,7 +61,7 @@ class RowTable:
         return state
 
     def become(self, rows: slice | Sequence[int], kind: RowKind) -> None:
-        """Let rows be of a kind from now on."""
+        """Set the kind of rows."""
         self.decode[rows] = get_args(DecodeRule).index(kind.decode)
         self.grouped[rows], self.front[rows], self.sinks[rows] = kind.grouped, kind.front, kind.sinks
 
@@ -72,7 +72,7 @@ class RowTable:
 
     @classmethod
     def join(cls, states: Sequence[RowTable]) -> tuple[RowTable, list[RowTable]]:
-        """Join all rows of some states in one, and each of these as views of it."""
+        """Concatenate tables; return the whole, and each of them as views of it."""
         if not states:
             return cls.over(np.zeros((len(fields(cls)), 0), dtype=np.int64)), []
         matrix = np.concatenate([state._matrix() for state in states], axis=1)
@@ -100,11 +100,11 @@ class RowTable:
         return RowTable(*(getattr(self, field.name)[:rows] for field in fields(self)))
 
     def chosen(self, rows: Sequence[int]) -> RowTable:
-        """Return some rows, as copies."""
+        """Return a copy of some rows."""
         return RowTable.over(self._matrix()[:, list(rows)])
 
     def free(self, rows: Sequence[int]) -> None:
-        """Forget what rows held."""
+        """Reset rows and mark them free."""
         for field in fields(self)[:-4]:
             getattr(self, field.name)[rows] = 0
         self.owner[rows] = FREE
@@ -126,10 +126,10 @@ class RowTable:
         protected: int,
         read_limit: tuple[int, int] = (0, 0),
     ) -> None:
-        """Set a row up that begins with `kept` entries and will use at most `limit`.
+        """Initialise a row with `kept` entries that will use at most `limit`.
 
-        Of a grouped row, `packed_limit` entries may be packed; the `recent` newest ones are never the argmin's, and the
-        `protected` first ones are given up by no rule. `read_limit` is for the columns of that name and `channels`.
+        Of a grouped row, `packed_limit` entries may be packed. argmin never evicts the `recent` newest entries, and no
+        rule evicts the `protected` first ones. `read_limit` is for the columns of that name and `channels`.
         """
         if kind.decode == "ring" and limit <= kind.sinks:
             raise ValueError(f"a ring of {limit} entries leaves no room behind {kind.sinks} sinks")
@@ -146,7 +146,7 @@ class RowTable:
             self.cursor[row] = self.first_group(row, kind.group)
 
     def first_group(self, rows: int | Ints, group: int) -> Ints:
-        """Return the packed entry from which on a grouped ring overwrites: whole groups hold what is protected."""
+        """Return the first packed entry that a grouped ring overwrites: groups before it hold the protected ones."""
         protected = -(-np.maximum(self.protected[rows] - self.front[rows], 0) // group) * group
         first: Ints = np.minimum(protected, np.maximum(self.packed_limit[rows] - group, 0))
         return first
@@ -163,7 +163,7 @@ class Advance:
 
 
 def advance(state: RowTable, active: Bools) -> Advance:
-    """Put a token into every active row. Tails that are full must have been packed before."""
+    """Append a token to every active row. Full tails must have been packed before."""
     grouped, front = state.grouped > 0, state.count < state.front
     full = active & (state.count >= state.limit)
     if (full & (state.decode == APPEND)).any():
@@ -183,7 +183,7 @@ def advance(state: RowTable, active: Bools) -> Advance:
 
 @dataclass(frozen=True, slots=True)
 class PendingPack:
-    """Rows whose tail is full, and the group that leaves it."""
+    """Rows whose tail is full, and the group of it to be packed."""
 
     rows: Ints  # [m]
     waiting: Ints  # [m, group] their places in the tail
@@ -191,7 +191,7 @@ class PendingPack:
     packed: Ints  # [m] packed entries in use, with this group where it adds to them
 
     def of(self, active: Bools) -> PendingPack:
-        """Return the same for active rows only."""
+        """Keep active rows only."""
         kept = active[self.rows]
         groups = None if self.groups is None else self.groups[kept]
         return PendingPack(self.rows[kept], self.waiting[kept], groups, self.packed[kept])
@@ -220,7 +220,7 @@ def take_pending_packs(state: RowTable, active: Bools, group: int) -> list[Pendi
 
 
 def seen_uncompressed(state: RowTable, active: Bools, kind: RowKind) -> Bools:
-    """Return which entries of front and tail are in use, [rows, front + tail]; one of an idle row is."""
+    """Return the entries of front and tail in use, bool [rows, front + tail]; an idle row has one."""
     tail = np.arange(kind.tail)
     in_front = np.where(active, np.minimum(state.count, kind.front), 0)
     since = (tail - state.tail_start[:, None]) % np.maximum(state.tail_limit[:, None], 1)

@@ -31,9 +31,9 @@ PACKED_AT_ONCE = 1 << 24
 
 
 class Slab:
-    """Rows of one kind in consecutive layers; a row has the same bookkeeping in all of them.
+    """Rows of one kind in consecutive layers, with the same bookkeeping in all of them.
 
-    `memory` is what rows hold, `state` how full each is.
+    `memory` has their contents, `state` their bookkeeping.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Slab:
         return [Piece(self.layers, self.kind, self.state, list(rows), self.memory, list(rows))]
 
     def facts(self) -> Ints:
-        """Return what kernels know of the rows [2 * parts + facts, rows]."""
+        """Return the facts of rows for kernels, [2 * parts + facts, rows]."""
         found = facts(self.kind, self.layers, self.memory, self.rows)
         if not self.is_fused:
             found[line("storage")] = NOT_FUSED
@@ -86,7 +86,7 @@ class Slab:
 
     @torch.inference_mode()
     def release(self, rows: Sequence[int]) -> None:
-        """Free rows. They are cleared, for masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
+        """Free and clear rows: masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
         self.state.free(rows)
         for tensor in self.memory.tensors():
             for row in rows:
@@ -94,7 +94,7 @@ class Slab:
 
     @torch.inference_mode()
     def compact(self) -> dict[int, int]:
-        """Give back all free rows; where each other row went."""
+        """Give back free rows; return the new number of each other row."""
         used: list[int] = np.flatnonzero(self.state.owner != FREE).tolist()
         index = torch.tensor(used, dtype=torch.long, device=self._device)
         self.memory = self.memory.map(lambda tensor: tensor.index_select(1, index))
@@ -104,7 +104,7 @@ class Slab:
     # --- a decode step
 
     def make_room(self, entries: Ints, active: Bools) -> None:
-        """Allocate what active rows lack for a new token at `entries`, in a slab that is not allocated at once."""
+        """Allocate room for new tokens of active rows at `entries`, in slabs that grow."""
 
     def plan(
         self,
@@ -222,7 +222,7 @@ class Slab:
         bias: Tensor | None,
         softmax: Softmax,
     ) -> tuple[Tensor, Tensor]:
-        """Attend rows up to an entry; returns the output and the shares of entries, a number where none are scored."""
+        """Attend rows up to an entry; return the output and the shares of entries, 0-d where none are scored."""
         groups = reach // self.storage.group
         keys, values = (
             tuple(part[at, rows, :groups] for part in parts) for parts in (self.memory.keys, self.memory.values)
@@ -232,7 +232,7 @@ class Slab:
         return attend_packed(query, self.storage, keys, values, uncompressed_tail, bias, softmax)
 
     def _in_window(self, at: int, step: AttentionMetadata) -> Tensor:
-        """Return the bias of a step [n, reach + front + tail] with entries that have left the window masked."""
+        """Return a step's bias [n, reach + front + tail] with entries outside the window masked."""
         ages = self.memory.ages[at, : step.used]
         ages = torch.cat([ages[:, : step.reach], ages[:, self.kind.packed :]], dim=1)
         left = ages <= step.numbers.ages[:, None] - self.kind.window
@@ -240,7 +240,7 @@ class Slab:
         return bias.masked_fill(left, float("-inf"))
 
     def _places(self, at: int, step: AttentionMetadata) -> Tensor:
-        """Return the entry for the new token of every row [n]: in rows full by argmin, that of the lowest score."""
+        """Return the entry for each row's new token, int64 [n]; in rows full under argmin, that of the lowest score."""
         if step.full is None:
             return step.numbers.entries
         numbers = step.numbers
@@ -248,7 +248,7 @@ class Slab:
         return torch.where(step.full, least, step.numbers.entries)
 
     def _write(self, at: int, step: AttentionMetadata, entries: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the new token of every row to its place; returns the entries [n] that hold it."""
+        """Write each row's new token to its place; return the entries [n] that hold it."""
         kind = self.kind
         if kind.grouped:
             self.memory.uncompressed_keys[at, step.rows, entries] = key
@@ -273,8 +273,9 @@ class Slab:
     def _least(
         self, at: int | slice, rows: Tensor, in_use: Tensor, oldest: Tensor, early: Tensor, newest: Tensor, count: int
     ) -> Tensor:
-        """Return `count` packed entries of each row [..., n, count], lowest scores first, recent and protected ones
-        last, of a layer or of several.
+        """Return `count` packed entries of each row [..., n, count] by ascending score, recent and protected ones last.
+
+        Rows may be those of one layer or of several.
         """
         scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self.memory.scores, self.memory.ages))
         used = self._counting[: self.kind.packed] < in_use[:, None]
@@ -361,7 +362,7 @@ class Slab:
         return [(mine, mine[layers, rows[:, None], at]) for mine in kept]
 
     def _widen_segment(self, at: int, step: AttentionMetadata, key: Tensor) -> None:
-        """Take the new keys into the bounds of their segments."""
+        """Widen the bounds of segments by the new keys."""
         entries, size = step.numbers.entries, self.kind.segment
         segment, fresh = entries // size, (entries % size == 0)[:, None]
         for bounds, wider in ((self.memory.lowest, torch.minimum), (self.memory.highest, torch.maximum)):

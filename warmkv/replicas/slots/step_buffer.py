@@ -1,4 +1,4 @@
-"""Hold the numbers of a step in one buffer that stays where it is on the device, and upload them by one copy."""
+"""Hold a step's inputs in one buffer with a fixed address on the device, and upload them by one copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIGNED = 16
 
 
 class StepBuffer:
-    """Hold sections of int64 numbers on the host and on a device, where they move only when one of them has to grow.
+    """Hold sections of int64 numbers on the host and on a device; they move only when one has to grow.
 
     The host has two copies, written in turn, so that a step is prepared while the one before is still uploaded.
     """
@@ -46,7 +46,7 @@ class StepBuffer:
         self.moves += 1
 
     def write(self, section: str) -> Ints:
-        """Return a section on the host, whose numbers the next `upload` takes."""
+        """Return a section on the host, to be written; the next `upload` takes it."""
         at = self._at[section]
         if not self._written:
             self._copies[0].wait()
@@ -54,7 +54,7 @@ class StepBuffer:
         return self._copies[0].numbers[at]
 
     def on_device(self, section: str) -> Tensor:
-        """Return a section on the device, a view that stays the same until `moves` counts on."""
+        """Return a view of a section on the device, valid until `moves` changes."""
         return self._on_device[self._at[section]]
 
     @property
@@ -67,7 +67,7 @@ class StepBuffer:
         return [self._on_device, *(copy.tensor for copy in self._copies)]
 
     def upload(self) -> None:
-        """Copy what was written since the last upload, if anything was, without waiting for the device."""
+        """Copy the sections written since the last upload, without waiting for the device."""
         if self._written:
             self._copies[0].upload_to(self._on_device[: self._written])
             self._copies.reverse()
@@ -76,7 +76,7 @@ class StepBuffer:
 
 
 class _HostCopy:
-    """Hold numbers on the host, pinned for a GPU, which may be written again once their upload is done."""
+    """A copy on the host, pinned beside a GPU; writable again once its upload is done."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         cuda = device.type == "cuda"

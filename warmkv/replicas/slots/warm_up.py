@@ -1,4 +1,4 @@
-"""Compile the attention kernels before requests come: every variant that a batch can ask for, whatever is mixed in it.
+"""Compile the attention kernels before requests come, in every variant that a batch can ask for.
 
 A variant depends on the storage, on whether rows do more than append, choose segments, and are split; and on the model.
 """

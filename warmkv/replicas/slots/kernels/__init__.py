@@ -27,19 +27,19 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(slots=True)
 class LaunchProgress:
-    """What a step has done with some rows in a layer. A step that fails later is repeated without doing that again."""
+    """What a step has done with some rows in a layer, which a retry skips."""
 
     put: bool = False  # the new tokens have their places
     counted: bool = False  # what entries received is counted
 
 
 def supports(storage: StorageFormat, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if the kernels read and write a storage format, for a model's type, on that device."""
+    """Return True if kernels read and write a storage format on a device, for a model's dtype."""
     return storage.kernel is not None and dtype in _TYPES and is_available(device) and _writes(storage)
 
 
 def supports_pages(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if rows may lie in pages."""
+    """Return True if kernels read rows in pages."""
     return supports(STORAGES["model"], dtype, device)
 
 
