@@ -61,7 +61,7 @@ class Moves:
 
         self._jobs.submit("write", job, partial(self._arrived, key, tier, move))
 
-    def leave_alone(self, key: bytes, tier: int, packed: Packed) -> bool:
+    def keep_alive(self, key: bytes, tier: int, packed: Packed) -> bool:
         """Count a block that only its move keeps alive; return False if that exceeds the limit and ends the move."""
         move = self._places[tier].arriving.get(key)
         if move is None or move.packed is not packed or move.alone:

@@ -373,7 +373,7 @@ class BlockStore:
             place.blocks[block.key] = packed if place.takes_as_it_is(packed) else place.converted(packed)
         else:
             self._moves.begin(block, tier, packed)
-            if not self._moves.leave_alone(block.key, tier, packed):
+            if not self._moves.keep_alive(block.key, tier, packed):
                 self._lose(block.key, tier)
 
     def _remove(self, key: bytes, tier: int) -> None:
@@ -382,7 +382,7 @@ class BlockStore:
         place.blocks.pop(key, None)
         self._moves.give_up(key, tier)
         below = tier + 1
-        if packed is not None and below < len(self.places) and not self._moves.leave_alone(key, below, packed):
+        if packed is not None and below < len(self.places) and not self._moves.keep_alive(key, below, packed):
             self._lose(key, below)
         if place.folder is not None:
             self._jobs.submit("write", partial(place.folder.delete, key), lambda result: None)
