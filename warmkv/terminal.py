@@ -64,6 +64,11 @@ def ruled_table(title: str, *heads: str, caption: str = "", left: int = 1) -> Ta
     return table
 
 
+def three_digits(number: float) -> str:
+    """Format with three significant digits, more above 1000: at most five characters below 10,000."""
+    return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:,.0f}"
+
+
 def show_table(table: Table, to: Console = console) -> None:
     """Print a table at its full width: lines of a narrower terminal wrap rather than lose figures."""
     needed = Measurement.get(to, to.options.update(max_width=10_000), table).maximum

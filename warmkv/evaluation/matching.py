@@ -46,8 +46,8 @@ def planned_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_toke
 def _exact_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
     """Return the row kind of exactly `limit` entries: whole pages and whole packed groups, no size class."""
     kind = row_kind(spec, prompt_tokens, limit)
-    if kind.page:
-        return replace(kind, capacity=-(-limit // kind.page) * kind.page)
+    if kind.segment:
+        return replace(kind, capacity=-(-limit // kind.segment) * kind.segment)
     if kind.grouped:
         return replace(kind, capacity=kind.front + packed_limit(spec, limit) + kind.tail)
     return replace(kind, capacity=limit)

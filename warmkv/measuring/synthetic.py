@@ -76,7 +76,7 @@ def begin_decoding(engine: Engine, spec: PolicySpec, prompt: PrefillState, batch
                 f"engine.kv_bytes ({engine.memory.kv.bytes:,} bytes); give more with --set engine.kv_bytes=..."
             )
         watch = Stopwatch(engine.model.device)
-        selections = selections or sequence.policy.select(prompt)
+        selections = selections or sequence.method.select(prompt)
         engine.pool.fill(slot, prompt, selections)
         hand_off = hand_off or watch.seconds()
         sequence.num_output_tokens = 1

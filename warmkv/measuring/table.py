@@ -12,7 +12,7 @@ from warmkv.measuring.bench import Bench, DecodeRow, PrefillRow
 from warmkv.measuring.spread import Spread
 from warmkv.measuring.ttft import WARM_SHARE
 from warmkv.simulator.steps.step_profile import PHASES, ErrorOfFit, StepProfile
-from warmkv.terminal import ruled_table, show_table
+from warmkv.terminal import ruled_table, show_table, three_digits
 
 Row = TypeVar("Row", PrefillRow, DecodeRow)
 
@@ -88,7 +88,7 @@ def show_profile(profile: StepProfile, console: Console) -> None:
             table.add_row(
                 policy.policy if phase == PHASES[0] else "",
                 phase.replace("_", "-"),
-                *(_short(value) for value in (fit.a * 1e3, fit.b * 1e6, fit.c * 1e9, fit.d * 1e12)),
+                *(three_digits(value) for value in (fit.a * 1e3, fit.b * 1e6, fit.c * 1e9, fit.d * 1e12)),
                 str(fit.points),
                 _error(fit.in_sample),
                 _error(fit.out_of_sample),
@@ -112,17 +112,12 @@ def _table(title: str, caption: str, columns: tuple[str, ...]) -> Table:
 
 
 def _milliseconds(seconds: Spread) -> str:
-    return f"{_short(1000 * seconds.median)} ±{seconds.share:.0%}"
+    return f"{three_digits(1000 * seconds.median)} ±{seconds.share:.0%}"
 
 
 def _mebibytes(size: int) -> str:
-    return _short(size / 2**20)
+    return three_digits(size / 2**20)
 
 
 def _error(error: ErrorOfFit) -> str:
     return f"{error.mean:.1%} {error.p95:.1%}"
-
-
-def _short(number: float) -> str:
-    """Format with three figures."""
-    return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:,.0f}"

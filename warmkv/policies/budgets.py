@@ -113,18 +113,18 @@ def follows_content(spec: PolicySpec, prompt_tokens: int) -> bool:
     return spec.method.follows_content and _is_compressed(spec, prompt_tokens)
 
 
-def page_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
-    """Return the tokens of a page of which only the promising are read while decoding; 0 reads everything."""
+def segment_tokens(spec: PolicySpec, prompt_tokens: int) -> int:
+    """Return the tokens of a segment of which only the promising are read while decoding; 0 reads everything."""
     spec = resolve_auto(spec, prompt_tokens)
-    budget = _budget(spec, prompt_tokens) if spec.method.reads_pages else None
-    return 0 if budget is None or budget >= prompt_tokens else spec.method.page(budget, prompt_tokens)
+    budget = _budget(spec, prompt_tokens) if spec.method.reads_segments else None
+    return 0 if budget is None or budget >= prompt_tokens else spec.method.segment(budget, prompt_tokens)
 
 
-def page_reads(spec: PolicySpec, prompt_tokens: int, head_dim: int) -> tuple[int, int]:
-    """Return the entries that a step reads of pages, and the channels by which it chooses them; 0 without pages."""
+def read_limit(spec: PolicySpec, prompt_tokens: int, head_dim: int) -> tuple[int, int]:
+    """Return the entries that a step may read, and the channels by which it chooses segments; 0 without segments."""
     spec = resolve_auto(spec, prompt_tokens)
-    budget = _budget(spec, prompt_tokens) if page_tokens(spec, prompt_tokens) else None
-    return (0, 0) if budget is None else spec.method.reads(budget, prompt_tokens, head_dim)
+    budget = _budget(spec, prompt_tokens) if segment_tokens(spec, prompt_tokens) else None
+    return (0, 0) if budget is None else spec.method.read_limit(budget, prompt_tokens, head_dim)
 
 
 def slot_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int) -> int:

@@ -32,7 +32,7 @@ SAMPLING_BYTES = 32
 """Bytes a logit: in its dtype, then probabilities, their order and running sums (`replicas/engine/sampling.py`)."""
 
 SCORING_BYTES = 4 * 4 << 22
-"""What scoring a prompt takes at most: four float32 matrices of `LOGITS_AT_ONCE` logits (`compression/scoring.py`)."""
+"""What scoring a prompt takes at most: four float32 matrices of `LOGITS_AT_ONCE` logits (`compression/softmax.py`)."""
 
 MOST_RECORDED = 128
 """Decode steps that an engine keeps as CUDA graphs (`replicas/engine/graphs.py`)."""

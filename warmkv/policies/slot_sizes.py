@@ -52,7 +52,7 @@ class RowKind:
     )
     sinks: int = 0  # entries that a ring never overwrites
     rebased: bool = False  # whether positions are those within the cache: sinks are rotated on
-    page: int = 0  # entries of a page of which only the promising are read; 0 reads everything
+    segment: int = 0  # entries of a segment of which only the promising are read; 0 reads everything
     window: int = 0  # newest tokens of which entries are seen, by the ages kept for it; 0 sees every entry in use
 
     @property
@@ -95,8 +95,8 @@ def row_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
         sinks=sinks,
         rebased=method.rebased,
     )
-    if page := budgets.page_tokens(spec, prompt_tokens):
-        return replace(kind, capacity=-(-size_class(limit) // page) * page, page=page)
+    if segment := budgets.segment_tokens(spec, prompt_tokens):
+        return replace(kind, capacity=-(-size_class(limit) // segment) * segment, segment=segment)
     if (group := spec.storage_format.group) > 1:
         packed = packed_limit(spec, limit)
         if packed == 0:  # everything it may hold is recent
@@ -138,8 +138,8 @@ def row_bytes(kind: RowKind, shape: KVShape) -> int:
         size += kind.capacity * 4  # scores
     if kind.aged:
         size += kind.capacity * 4
-    if kind.page:
-        size += kind.capacity // kind.page * entry  # smallest and largest key of every page
+    if kind.segment:
+        size += kind.capacity // kind.segment * entry  # smallest and largest key of every segment
     return math.ceil(size)
 
 
@@ -169,8 +169,8 @@ def slot_bytes(
         return _sliding_bytes(spec, shape, prompt_tokens, new_tokens)
     spec = budgets.resolve_auto(spec, prompt_tokens)
     if not budgets.follows_content(spec, prompt_tokens):
-        # Where entries are packed in groups or read by pages, the class alone does not tell the bytes.
-        by_class = spec.storage_format.group == 1 and not budgets.page_tokens(spec, prompt_tokens)
+        # Where entries are packed in groups or read by segments, the class alone does not tell the bytes.
+        by_class = spec.storage_format.group == 1 and not budgets.segment_tokens(spec, prompt_tokens)
         rows, total = rows if rows is not None and by_class else {}, 0
         for kept, layers in budgets.layer_counts(spec, prompt_tokens, shape.layers).items():
             limit = budgets.slot_limit(spec, kept, prompt_tokens, new_tokens)

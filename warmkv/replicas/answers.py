@@ -1,4 +1,4 @@
-"""The requests that a replica was sent, each from its order to its last event. Without Ray."""
+"""Serve the requests that gateways send to a replica, each from its order to its last event. Without Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Fetching(Protocol):
-    """What brings a request's warm prefix from another replica (`Transfers`)."""
+    """Fetch a request's warm prefix from another replica (`Transfers`)."""
 
     def helps(self, request: GenerateRequest) -> bool: ...
     async def prepare(self, request: GenerateRequest) -> None: ...
@@ -37,7 +37,7 @@ class Fetching(Protocol):
 
 
 class OngoingRequest:
-    """One of them. While its prefix is fetched, or its constraint compiled, it has a task in place of an output."""
+    """A request being served: it has a task while its prefix is fetched or its constraint compiled, then an output."""
 
     __slots__ = ("output", "preparing")
 
@@ -47,9 +47,9 @@ class OngoingRequest:
 
 
 class Answers:
-    """Takes orders from all links, at most `most` requests at a time. For one event loop.
+    """Serve the orders of all links, at most `most` requests at a time, in one event loop.
 
-    `check` raises where the engine hangs, which a gateway would find out too late.
+    `check` raises if the engine hangs, which a gateway would find out too late.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Answers:
 
     @property
     def ongoing(self) -> int:
-        """Return how many requests there are."""
+        """Return the number of ongoing requests."""
         return len(self._open)
 
     def take(self, link: Link, stream: int, request: GenerateRequest | None) -> None:
-        """Begin a request, whose events go back under its number, or cancel it (None). Does not raise."""
+        """Begin a request, whose events go back under its stream number, or cancel it (None). Does not raise."""
         if request is None:
             self._cancel(link, stream)
             return
@@ -86,12 +86,12 @@ class Answers:
                 self._submit(link, stream, request, answer)
 
     def lost(self, link: Link) -> None:
-        """Cancel what came over a link that is lost."""
+        """Cancel the requests of a lost link."""
         for of, stream in [key for key in self._open if key[0] is link]:
             self._cancel(of, stream)
 
     async def drain(self) -> None:
-        """Take no more requests, and wait for the end of those that there are."""
+        """Refuse new requests, and wait until the ongoing ones have ended."""
         self._drained = asyncio.Event()
         if self._open:
             await self._drained.wait()
@@ -119,7 +119,7 @@ class Answers:
         answer: OngoingRequest,
         matcher: LLMatcher | Exception | None = None,
     ) -> None:
-        """Submit a request with the matcher of its constraint, or refuse it with what went wrong with that."""
+        """Submit a request with its constraint's matcher, or refuse it with the error of compiling that."""
         try:
             if isinstance(matcher, Exception):
                 raise matcher
@@ -161,7 +161,7 @@ class Answers:
             self._end(link, stream, None)
 
     def _cancel(self, link: Link, stream: int) -> None:
-        """Stop a request, which tells its gateway when that is done; nothing happens where it has ended already."""
+        """Abort a request; its end is sent once the engine has freed it. Does nothing if it has ended."""
         answer = self._open.get((link, stream))
         if answer is None:
             return
@@ -172,7 +172,7 @@ class Answers:
             self._outputs.cancel(answer.output)
 
     def _end(self, link: Link, stream: int, event: Finished | Failed | Refused | None) -> None:
-        """Forget a request; `event` is its end where none was delivered yet."""
+        """Forget a request; send `event` if its end was not delivered yet."""
         if event is not None:
             link.send(stream, event)
         del self._open[link, stream]

@@ -1,4 +1,4 @@
-"""Tasks that go on beside the requests of an actor: one that fails is told by the actor's health check."""
+"""Run an actor's background tasks; its health check reports one that failed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class Background:
-    """Hold tasks of an event loop that are to go on until `cancel`, or to return."""
+    """Own the background tasks of one event loop, until they return or `cancel` ends them."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     def start(self, what: str, work: Coroutine[Any, Any, Any]) -> None:
-        """Begin a task; `what` names it for people."""
+        """Start a task; `what` names it in errors."""
         self._tasks[what] = asyncio.get_running_loop().create_task(work, name=what)
 
     def check(self) -> None:

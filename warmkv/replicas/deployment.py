@@ -83,7 +83,7 @@ class Replica:
             self._background.start(f"publishing to shard {publisher.shard.number}", publisher.run())
 
     def _say(self, directory: Any, phase: str) -> None:
-        """Report the stage of the start to those that wait for this replica."""
+        """Report the stage of the start to whoever waits for this replica."""
         directory.publish.remote(self._name, [BlockEvents(0, snapshot=True)], {"phase": phase})
 
     async def attend(self, gateway: GatewayAddress) -> None:
@@ -145,7 +145,7 @@ class Replica:
         self._recorder.flush()
 
     async def _hand_over(self) -> None:
-        """Leave the hottest blocks to the other replicas, if any will go on."""
+        """Send the hottest blocks to other replicas, if any go on serving."""
         if not self._config.cluster.handover_seconds or not await asyncio.to_thread(self._others_run):
             return
         self._leaving = True  # whoever leaves as well counts on this replica no more

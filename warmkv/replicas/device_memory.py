@@ -1,4 +1,4 @@
-"""Reading how much memory a replica may use: that of its GPU, else what the control group or the machine gives."""
+"""Read how much memory a replica may use: its GPU's, else its control group's or the machine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway and a replica send each other over their connection, each request under a number, its stream.
+"""Encode the messages between a gateway and a replica, in which each request has a number, its stream.
 
 Events of many requests are one message to the gateway: a line of JSON, [[stream, kind, *fields], ...]. Orders go to the
 replica: a request, pickled as Ray would, or nothing, which cancels it, behind its stream and its length.
@@ -46,7 +46,7 @@ _KINDS = {made: kind for kind, made in _CLASSES.items()}
 
 
 def encode(events: Iterable[tuple[int, Event]]) -> bytes:
-    """Return the line of some events, each with the number of its stream."""
+    """Encode events, each with its stream, as one line."""
     rows: list[Any] = []
     for stream, event in events:
         if isinstance(event, Delta):
@@ -66,7 +66,7 @@ def encode(events: Iterable[tuple[int, Event]]) -> bytes:
 
 
 def decode(line: bytes) -> list[tuple[int, Event]]:
-    """Return the events of a line, in order. Raises ValueError, TypeError or KeyError where it is none of ours."""
+    """Decode the events of a line, in order. Raises ValueError, TypeError or KeyError if it is malformed."""
     events: list[tuple[int, Event]] = []
     for stream, kind, *fields in orjson.loads(line):
         if kind == "delta":
@@ -93,7 +93,7 @@ def _logprobs(rows: Iterable[Any]) -> tuple[TokenLogprobs, ...]:
 
 
 class Lines:
-    """Cuts bytes, as they come, into lines of at most `longest` bytes."""
+    """Split a stream of bytes into lines of at most `longest` bytes."""
 
     def __init__(self, longest: int = LONGEST_LINE) -> None:
         self.longest = longest
@@ -101,7 +101,7 @@ class Lines:
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are whole now. Raises ValueError where one becomes too long."""
+        """Add bytes and return the complete lines. Raises ValueError if one becomes too long."""
         first, *others = data.split(b"\n")
         self._rest.append(first)
         self._size += len(first)
@@ -115,19 +115,19 @@ class Lines:
 
 
 def encode_order(stream: int, request: GenerateRequest | None) -> bytes:
-    """Return the bytes that send a request under the number of its stream; None cancels it."""
+    """Encode a request under its stream; None cancels it."""
     body = b"" if request is None else pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
     return _HEAD.pack(stream, len(body)) + body
 
 
 class Orders:
-    """Cuts bytes, as they come, into orders."""
+    """Split a stream of bytes into orders."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[int, GenerateRequest | None]]:
-        """Return the orders that are whole now. Raises ValueError where one is too long."""
+        """Add bytes and return the complete orders. Raises ValueError if one is too long."""
         rest, at, orders = self._rest, 0, list[tuple[int, GenerateRequest | None]]()
         rest += data
         while len(rest) - at >= _HEAD.size:

@@ -1,4 +1,4 @@
-"""Telling the prefix directory what a replica holds: batched, numbered, and whole again after any fault."""
+"""Publish a replica's blocks to the prefix directory: batched, numbered, made whole by a snapshot after a fault."""
 
 from __future__ import annotations
 

@@ -83,16 +83,16 @@ class Gateway:
         self.app = create_app(
             service,
             tokenizer,
-            SECRET,
-            4096,
-            status,
-            drop,
-            DAY,
-            control,
-            "this gateway",
-            lambda: 1,
-            whatif,
-            self.actions.append,
+            secret=SECRET,
+            max_context=4096,
+            status=status,
+            drop=drop,
+            started_at=DAY,
+            control=control,
+            name="this gateway",
+            taking=lambda: 1,
+            whatif=whatif,
+            keep_action=self.actions.append,
         )
 
     def call(self, method: str, path: str, key: str | None = None, body: Any = None, **headers: str) -> Reply:

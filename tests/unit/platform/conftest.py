@@ -143,15 +143,15 @@ class Server:
         app = create_app(
             service,
             tokenizer,
-            b"secret",
-            self.engine.max_context,
-            status,
-            drop,
-            time.time(),
-            control,
-            "only",
-            lambda: self.taking,
-            whatif,
+            secret=b"secret",
+            max_context=self.engine.max_context,
+            status=status,
+            drop=drop,
+            started_at=time.time(),
+            control=control,
+            name="only",
+            taking=lambda: self.taking,
+            whatif=whatif,
         )
         port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"

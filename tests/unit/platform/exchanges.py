@@ -81,14 +81,14 @@ class Gateway:
         self.app = create_app(
             self.service,
             self.tokenizer,
-            b"secret",
-            4096,
-            self._nothing,
-            self._nothing,
-            0.0,
-            Control(FolderStore(folder), "warmkv"),
-            "only",
-            lambda: 1,
+            secret=b"secret",
+            max_context=4096,
+            status=self._nothing,
+            drop=self._nothing,
+            started_at=0.0,
+            control=Control(FolderStore(folder), "warmkv"),
+            name="only",
+            taking=lambda: 1,
             others=None if others is None else self,
         )
         self.intake: Intake = self.app.state.intake

@@ -8,11 +8,11 @@ from warmkv.policies.budgets import (
     in_force,
     kept_tokens,
     needs_column_sums,
-    page_reads,
-    page_tokens,
+    read_limit,
     recomputed_tokens,
     resolve_auto,
     resolve_budget,
+    segment_tokens,
     slot_capacity,
 )
 from warmkv.policies.compression.methods.auto import column_sums_share
@@ -164,17 +164,17 @@ def test_the_pyramid_is_flat_for_short_prompts(budget, prompt, expected):
 
 
 @pytest.mark.parametrize(
-    ("budget", "tokens", "kept", "page", "reads", "channels"),
+    ("budget", "tokens", "kept", "segment", "reads", "channels"),
     [
         (3200, 32_000, 12_759, 2, 1600, 64),  # cr 10, alpha 0.3993; cr2 3.987, 128 * 2 / 3.987
         (256, 131_072, 1296, 3, 128, 75),  # cr 512, alpha 0.74; cr2 5.06, 128 * 3 / 5.06
-        (40, 60, 54, 1, 20, 94),  # cr2 1.35: pages of 2 would be more than it, and 128 / 1.35
+        (40, 60, 54, 1, 20, 94),  # cr2 1.35: segments of 2 would be more than it, and 128 / 1.35
     ],
 )
-def test_rocketkv_splits_what_it_reads_between_choosing_and_attending(budget, tokens, kept, page, reads, channels):
+def test_rocketkv_splits_what_it_reads_between_choosing_and_attending(budget, tokens, kept, segment, reads, channels):
     """Sections 3.3 and 3.4 of arXiv 2502.14051: both stages compress alike, and so do both steps of the second."""
     spec = PolicySpec(name="rocketkv", budget=budget)
     assert kept_tokens(spec, tokens) == kept
-    assert page_tokens(spec, tokens) == page
-    assert page_reads(spec, tokens, 128) == (reads, channels)
-    assert channels * -(-kept // page) == pytest.approx(reads * 2 * 128, rel=0.05)  # numbers read by either step
+    assert segment_tokens(spec, tokens) == segment
+    assert read_limit(spec, tokens, 128) == (reads, channels)
+    assert channels * -(-kept // segment) == pytest.approx(reads * 2 * 128, rel=0.05)  # numbers read by either step

@@ -63,5 +63,5 @@ def attend(
 
 def use(patch: pytest.MonkeyPatch) -> None:
     """Let slots lie in pages on a CPU without kernels, and all others in slabs as they do there."""
-    patch.setattr(kernels, "reads_pages", lambda dtype, device: True)
+    patch.setattr(kernels, "supports_pages", lambda dtype, device: True)
     patch.setattr(kernels, "attend", attend)

@@ -98,7 +98,7 @@ class CpuRecorder:
 
         for name, module, launched in (
             ("update", update, ("put",)),
-            ("choose", choose, ("estimate_pages", "choose_entries")),
+            ("choose", choose, ("estimate_segments", "choose_entries")),
             ("decode", decode, ("attend_split", "combine", "sum_received")),
         ):
             watched = {kernel: _Kernel(getattr(module, kernel), self) for kernel in launched}

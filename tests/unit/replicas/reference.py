@@ -105,7 +105,7 @@ class Reference:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.layers = model.model.layers
-        self.pages: tuple[int, int, int] | None = None  # of rocketkv
+        self.segments: tuple[int, int, int] | None = None  # of rocketkv
         config = model.config
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -160,9 +160,9 @@ class Reference:
             [self.cache(spec, view, keys, head, chosen[at][head]) for head in range(view.kv_heads)]
             for at, (view, keys) in enumerate(zip(views, unrotated, strict=True))
         ]
-        self.pages = None
+        self.segments = None
         if spec.name == "rocketkv" and resolve(spec, len(prompt)) < len(prompt):
-            self.pages = rocketkv.pages(len(prompt), resolve(spec, len(prompt)), self.head_dim)
+            self.segments = rocketkv.segments(len(prompt), resolve(spec, len(prompt)), self.head_dim)
         logits = [self.model.lm_head(self.model.model.norm(hidden[-1]))]
         tokens = [int(logits[-1].argmax())]
         for step in range(new - 1):
@@ -171,12 +171,12 @@ class Reference:
         return tokens, logits
 
     @staticmethod
-    def attend_pages(caches: list[SlowCache], queries: Tensor, page: int, reads: int, channels: int) -> Tensor:
+    def attend_segments(caches: list[SlowCache], queries: Tensor, segment: int, reads: int, channels: int) -> Tensor:
         group, found = len(queries) // len(caches), []
         for head, cache in enumerate(caches):
             entries = [entry.key for entry in cache.entries], [entry.value for entry in cache.entries]
             mine = queries[head * group : (head + 1) * group]
-            found.append(rocketkv.attend(mine, *entries, page, reads, channels))
+            found.append(rocketkv.attend(mine, *entries, segment, reads, channels))
         return torch.cat(found)
 
     def cache(self, spec: PolicySpec, view: LayerView, unrotated: Tensor, head: int, positions: list[int]) -> SlowCache:
@@ -249,7 +249,9 @@ class Reference:
                 for cache in heads:
                     self.rotate_sinks_on(cache, position - len(cache.entries) + 1)
             query = self.rotate(q, torch.tensor([at]))[:, 0]
-            attended = attend(heads, query) if self.pages is None else self.attend_pages(heads, query, *self.pages)
+            attended = (
+                attend(heads, query) if self.segments is None else self.attend_segments(heads, query, *self.segments)
+            )
             hidden = self.block(layer, hidden, attended.flatten()[None])
         logits: Tensor = self.model.lm_head(self.model.model.norm(hidden[-1]))
         return logits

@@ -131,7 +131,9 @@ def test_a_prompt_of_100_000_tokens_is_admitted_by_an_8b_model_on_80_gb(models):
     def check(limit):
         scheduler.kv = limit
         sequence = Sequence(request, compression.build(PolicySpec()), lambda event: None, 0.0, np.random.default_rng(0))
-        scheduler.check(sequence, 0)
+        scheduler.validate(sequence)
+        scheduler.size(sequence)
+        scheduler.check_queue(sequence, 0)
 
     check(found.kv)
     small = plan(DeviceMemory("gpu", "L4", 24 * 10**9, 24 * 10**9), sizes, engine, PrefixCacheConfig(), 131_072)

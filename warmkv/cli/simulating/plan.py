@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-import yaml
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from warmkv.cli.command import fail, make_folder_of, no_standard_output, write, writing
 from warmkv.cli.options import JsonOptions, ReplayOptions, SettingsOptions
-from warmkv.config import Config
 from warmkv.extras import require
 from warmkv.terminal import bar, console
-
-if TYPE_CHECKING:
-    from warmkv.simulator.studies.plans.sizing import Machine
-
-AICONFIGURATOR = "aiconfigurator"
-DTYPE_BYTES = {"auto": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,9 @@ def plan(
     Example: `warmkv plan --model Qwen/Qwen3-8B --gpu H100 --gpu L40S --slo "ttft_p99<1,tpot_p99<0.05" --trace
     access.jsonl --out k8s/overlays/mine`
     """
-    from warmkv.model_shape import ModelShape, config_file, figures
+    from warmkv.simulator.reports import plan_page
+    from warmkv.simulator.studies.plans import deployment, sizing
+    from warmkv.simulator.studies.plans.peer_plan import COMMAND
 
     to_output = output.leaves_output_to("--report", report)
     if report is not None:
@@ -114,69 +107,37 @@ def plan(
         make_folder_of(report)
     if quality is not None:
         require("--eval", "pyarrow")
-    if peer and shutil.which(AICONFIGURATOR) is None:
-        fail(f"--peer needs the command {AICONFIGURATOR}: pip install aisimulate, in an environment of its own")
-    path = config_file(model)
-    fixed = options.read()
-    sized_as = {**figures(path), "path": str(path.resolve()), "dtype_bytes": DTYPE_BYTES[fixed.model.dtype]}
-    shape = ModelShape.model_validate(sized_as)
-    flags = [
-        f"simulator.model={yaml.safe_dump(shape.model_dump(mode='json'), default_flow_style=True)}",
-        f"cluster.gpus_per_replica={fixed.cluster.gpus_per_replica or 1.0}",
-        "cluster.autoscaling=null",
-    ]
-    if fixed.model.path == "tiny" and model != "tiny":
-        flags.append(
-            f"model.path={yaml.safe_dump(str(path.parent) if Path(model).exists() else model).splitlines()[0]}"
-        )
-
-    def configure(more: Sequence[str]) -> Config:
-        return options.read(*flags, *more)
-
-    config = configure(())
-
-    from warmkv.simulator.reports import plan_page
-    from warmkv.simulator.studies.plans import sizing
-    from warmkv.simulator.studies.sweeps import grid, sweep, sweep_quality
-
+    if peer and shutil.which(COMMAND) is None:
+        fail(f"--peer needs the command {COMMAND}: pip install aisimulate, in an environment of its own")
+    planned = deployment.Deployment.of(model, options.read)
+    config = planned.configure(())
     limits = sizing.limits_of(slo, config, quality is not None)
-    profiles = _profiles(profile, gpus)
-    machines = [
-        sizing.machine(yaml.safe_load(kind), profiles.get(kind), configure, shape) for kind in dict.fromkeys(gpus)
-    ]
-    if twice := [name for name, count in Counter(one.gpu.name for one in machines).items() if count > 1]:
-        fail(f"--gpu {twice[0]}: given twice; one with figures of its own needs a name of its own, and all of them")
+    machines = planned.machines(gpus, _profiles(profile, gpus))
     overlay = None if out is None else _overlay(out, base)
     host_bytes = _bytes(host_memory)
     trace = source.read(config)
-    measured = {} if quality is None else sweep_quality.read(_results(quality))
-    prompts = sweep.prompt_lengths(trace.requests)
-    least = next((limit.bound for limit in limits if limit.name == "quality"), sizing.LEAST_QUALITY)
-    good, lower = sizing.policies_of(measured, prompts, least)
     with bar("planning") as progress:
-        search = sizing.Search(sizing.evaluator(trace, config, configure, measured), limits, max_replicas, progress)
-
-        def choices_of(machine: Machine) -> list[dict[str, Any]]:
-            at = grid.point(machine.settings, configure).config
-            return sizing.choices(at, shape, machine.gpu, host_bytes, good)
-
-        sized = search.run(machines, choices_of, lower or [sizing.UNMEASURED])
-        peers = []
-        if peer:
-            from warmkv.simulator.studies.plans import peer_plan
-
-            folder = path.parent if path.name == "config.json" else Path(model)
-            peers = peer_plan.beside(search, sized, trace.requests, folder)
-    document = plan_page.document(sized, configure, shape, trace, peers)
+        sized, peers = deployment.plan(
+            planned,
+            limits,
+            machines,
+            trace,
+            results=None if quality is None else _results(quality),
+            host_bytes=host_bytes,
+            max_replicas=max_replicas,
+            ask_peer=peer,
+            progress=progress,
+        )
+    document = plan_page.document(sized, planned.configure, planned.shape, trace, peers)
     chosen = sized.chosen
     if report is not None:
-        write(plan_page.render(document, sized, configure), report)
+        write(plan_page.render(document, sized, planned.configure), report)
     written: list[Path] = []
     if overlay is not None and chosen is not None:
         from warmkv.platform.kubernetes.overlay import write_overlay
 
         with writing(overlay[0]):
-            written = write_overlay(*overlay, configure, chosen.settings, shape, document["why"])
+            written = write_overlay(*overlay, planned.configure, chosen.settings, planned.shape, document["why"])
 
     def show() -> None:
         plan_page.show(document, console)

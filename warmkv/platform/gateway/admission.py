@@ -24,7 +24,7 @@ class SubmittedRequest:
         gone: Callable[[Status, str], None],
         report: Callable[[BaseException], ApiError],
     ) -> None:
-        self.id, self.failed = id_, report
+        self.id, self.report = id_, report
         self._events, self._began, self._gone = events, began, gone
         self._started: Started | None = None
         self._answer: Answer | None = None

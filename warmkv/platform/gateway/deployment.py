@@ -124,17 +124,17 @@ class Gateway:
         app = create_app(
             self._service,
             self._tokenizer,
-            self._secret,
-            self._max_context,
-            self._replicas,
-            self._drop_prefixes,
-            time.time(),
-            self._control,
-            self._name,
-            self._sender.taking,
-            self._whatif,
-            self._audit.write if self._audit else None,
-            GatewayHandle(self._gateways) if self._service.config.cluster.gateways > 1 else None,
+            secret=self._secret,
+            max_context=self._max_context,
+            status=self._replicas,
+            drop=self._drop_prefixes,
+            started_at=time.time(),
+            control=self._control,
+            name=self._name,
+            taking=self._sender.taking,
+            whatif=self._whatif,
+            keep_action=self._audit.write if self._audit else None,
+            others=GatewayHandle(self._gateways) if self._service.config.cluster.gateways > 1 else None,
         )
         self._app = app
         inner = app.router.lifespan_context

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
 from typing import Any
@@ -48,11 +49,28 @@ from warmkv.platform.tenants_file import Outcome, Tenants
 
 ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
 DropPrefixes = Callable[[str, bytes], Awaitable[list[int]]]
+Refuse = Callable[[Request, Exception], Response]
+
+
+@dataclass(frozen=True)
+class ApiContext:
+    """What the endpoints of all APIs share."""
+
+    service: Service
+    intake: Intake
+    parsing: Parsing
+    limits: TenantLimiter
+    text_of: Callable[[int], str]  # of a token
+
+    def admitted(self, request: Request) -> Arrival:
+        """Count a request towards the limits of its tenant. Raises ApiError (403, 429)."""
+        return self.service.arrive(request.state.context, self.limits.begin(request, tenant_of(request)))
 
 
 def create_app(
     service: Service,
     tokenizer: Any,
+    *,
     secret: bytes,
     max_context: int,
     status: ReplicaStatus,
@@ -65,16 +83,19 @@ def create_app(
     keep_action: Callable[[OperatorAction], None] | None = None,
     others: OtherGateways | None = None,
 ) -> FastAPI:
-    """Return the application with all routes. `secret` salts the tenants' prefixes, `status` reports the replicas.
+    """Return the application with all routes, which follows the policy of `control` from its start to its end.
 
-    `taking` counts the replicas that take requests, as far as this process knows: no call, no wait. `keep_action` takes
-    the lines of the audit log.
-
-    `drop` has every replica forget the prefixes of a tenant's label, and tells the bytes that each one freed, and every
-    gateway the earlier prompts whose hashes begin with a root (`app.state.forget` does it here).
-    `others` are asked for responses that are not here; `app.state.responses` are those that are.
-    `max_context` is the most tokens that a replica takes: what is longer is refused before anything is computed.
-    The application follows the policy of `control` from its start to its end, as the gateway of that name.
+    Args:
+        secret: salts the tenants' prefixes.
+        max_context: most tokens that a replica takes; what is longer is refused before anything is computed.
+        status: reports the replicas.
+        drop: has every replica forget the prefixes of a tenant's label, returning the bytes that each one freed, and
+            every gateway the earlier prompts whose hashes begin with a root (`app.state.forget` does it here).
+        started_at: Unix time at which the models are said to be made.
+        name: of this gateway.
+        taking: counts the replicas that take requests, as far as this process knows, without a call.
+        keep_action: takes the lines of the audit log.
+        others: asked for responses that are not in `app.state.responses`.
     """
     config = service.config
 
@@ -83,7 +104,6 @@ def create_app(
         service.recorder.set(telemetry.TENANTS_REFUSED, outcome == "refused")
 
     tenants = Tenants(config.gateway, secret, tenants_read)
-    limits = TenantLimiter(config, service.clock, service.wall_clock)
     follower = LiveConfigFollower(control, name, service.take)
 
     @asynccontextmanager
@@ -105,11 +125,9 @@ def create_app(
     parsing = Parsing(service, tokenizer, max_context, partial(restore, secret=secret))
     app.state.forget = parsing.forget
     stored = app.state.responses = ResponseStore(service.clock)
+    limits = TenantLimiter(config, service.clock, service.wall_clock)
     text_of = cache(lambda token: tokenizer.decode([token]))  # of a vocabulary's tokens
-
-    def admitted(request: Request) -> Arrival:
-        """Count a request towards the limits of its tenant. Raises ApiError (403, 429)."""
-        return service.arrive(request.state.context, limits.begin(request, tenant_of(request)))
+    apis = ApiContext(service, intake, parsing, limits, text_of)
 
     def refused(request: Request, error: Exception) -> Response:
         """Report an error and answer with it."""
@@ -125,6 +143,23 @@ def create_app(
         app.add_middleware(OperatorsCors, origins=config.control.allowed_origins)
     app.add_middleware(RequestIds, on_fault=refused)
     app.add_middleware(HeadAsGet)
+
+    add_error_handlers(app, refused)
+    add_messages(app, apis, secret)
+    add_completions(app, apis)
+    add_responses(app, apis, stored, others)
+    add_models(app, service, max_context, started_at)
+    add_status(app, service, tenants, status, name)
+    add_prefixes(app, apis, drop)
+    add_health(app, config.model.name, taking)
+    add_console(app)
+    add_policy_endpoints(app, service, operators, control, operator_of)
+    add_whatif_endpoints(app, service, operators, whatif, operator_of)
+    return app
+
+
+def add_error_handlers(app: FastAPI, refused: Refuse) -> None:
+    """Answer errors, unknown paths and wrong methods in the format of the API that was called."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -147,12 +182,16 @@ def create_app(
         response.headers["allow"] = methods
         return response
 
+
+def add_messages(app: FastAPI, apis: ApiContext, secret: bytes) -> None:
+    """Add Anthropic's Messages API; `secret` signs thinking."""
+
     @app.post("/v1/messages")
     async def create_message(request: Request) -> Response:
-        arrival = admitted(request)
+        arrival = apis.admitted(request)
         check_version(request.headers.get("anthropic-version"))
-        asked = await intake.take(request, partial(parsing.message, arrival))
-        admission = await service.start("messages", arrival, asked)
+        asked = await apis.intake.take(request, partial(apis.parsing.message, arrival))
+        admission = await apis.service.start("messages", arrival, asked)
         if asked.stream:
             written = partial(messages.stream, admission, secret)
             return EventStream(written, admission, MESSAGES_PING, PING_SECONDS, asked.headers)
@@ -160,28 +199,37 @@ def create_app(
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        arrival = admitted(request)
+        arrival = apis.admitted(request)
         check_version(request.headers.get("anthropic-version"))
-        counted, headers = await intake.take(request, partial(parsing.count, arrival))
+        counted, headers = await apis.intake.take(request, partial(apis.parsing.count, arrival))
         return JSONResponse(counted, headers=headers)
+
+
+def add_completions(app: FastAPI, apis: ApiContext) -> None:
+    """Add OpenAI's chat completions and completions."""
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
-        arrival = admitted(request)
-        return await complete("chat", arrival, [await intake.take(request, partial(parsing.chat, arrival))])
+        arrival = apis.admitted(request)
+        return await complete("chat", arrival, [await apis.intake.take(request, partial(apis.parsing.chat, arrival))])
 
     @app.post("/v1/completions")
     async def create_completion(request: Request) -> Response:
-        arrival = admitted(request)
-        return await complete("completions", arrival, await intake.take(request, partial(parsing.completion, arrival)))
+        arrival = apis.admitted(request)
+        prompts = await apis.intake.take(request, partial(apis.parsing.completion, arrival))
+        return await complete("completions", arrival, prompts)
 
     async def complete(api: str, arrival: Arrival, prompts: list[ParsedRequest]) -> Response:
-        choices = Choices(service, api, arrival, prompts, text_of)
+        choices = Choices(apis.service, api, arrival, prompts, apis.text_of)
         await choices.queued()
         if choices.asked.stream:
             written = partial(openai.stream, choices)
             return EventStream(written, choices, OPENAI_PING, PING_SECONDS, choices.asked.headers)
         return JSONResponse(await openai.respond(choices), headers=choices.asked.headers)
+
+
+def add_responses(app: FastAPI, apis: ApiContext, stored: ResponseStore, others: OtherGateways | None) -> None:
+    """Add OpenAI's Responses API. What is not `stored` here the `others` may have."""
 
     async def fetch_response(tenant: bytes, name: str) -> None:
         """Keep a response, and those that it goes on from, as another gateway has them. Raises ApiError."""
@@ -196,7 +244,7 @@ def create_app(
 
     @app.post("/v1/responses")
     async def create_response(request: Request) -> Response:
-        arrival = admitted(request)
+        arrival = apis.admitted(request)
         asked_for = set[str]()
 
         def history_of(tenant: bytes, name: str) -> list[Item] | None:  # in a thread of the intake
@@ -205,12 +253,12 @@ def create_app(
                 raise LackingError(partial(fetch_response, tenant, name))
             return stored.history(tenant, name)
 
-        body, asked = await intake.take(request, partial(parsing.response, history_of, arrival))
-        admission = await service.start("responses", arrival, asked)
+        body, asked = await apis.intake.take(request, partial(apis.parsing.response, history_of, arrival))
+        admission = await apis.service.start("responses", arrival, asked)
         salt = arrival.lease.tenant.salt
-        exchange = responses.Exchange(body, asked, admission, stored, salt, arrival.time, text_of)
+        exchange = responses.Exchange(body, asked, admission, stored, salt, arrival.time, apis.text_of)
         if asked.stream:
-            written = partial(responses.stream, exchange, config.model.name)
+            written = partial(responses.stream, exchange, apis.service.config.model.name)
             return EventStream(written, admission, OPENAI_PING, PING_SECONDS, asked.headers)
         return JSONResponse(await responses.respond(exchange), headers=asked.headers)
 
@@ -233,6 +281,11 @@ def create_app(
             raise ApiError("not_found_error", f"there is no response {name} (any more)")
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
+
+def add_models(app: FastAPI, service: Service, max_context: int, started_at: float) -> None:
+    """Add the list of models."""
+    config = service.config
+
     def described(name: str) -> dict[str, Any]:
         created = {"created": int(started_at), "created_at": datetime.fromtimestamp(started_at, UTC).isoformat()}
         own, *others = [_serving(group) for group in service.capabilities]
@@ -252,6 +305,11 @@ def create_app(
     async def get_model(_: Request, name: str) -> Response:
         check_model(name, config)
         return JSONResponse(described(name))
+
+
+def add_status(app: FastAPI, service: Service, tenants: Tenants, status: ReplicaStatus, name: str) -> None:
+    """Add what operators see of replicas, their memory, this gateway and its tenants."""
+    config = service.config
 
     @app.get("/v1/warmkv/replicas")
     async def replicas(request: Request) -> Response:
@@ -278,29 +336,32 @@ def create_app(
         operator_of(request)
         return JSONResponse({"gateway": name, **tenants.status()})
 
+
+def add_prefixes(app: FastAPI, apis: ApiContext, drop: DropPrefixes) -> None:
+    """Let a tenant drop its prefixes, in all replicas and gateways."""
+
     @app.delete(OF_TENANTS)
     async def drop_prefixes(request: Request) -> Response:
-        tenant = admitted(request).lease.tenant
-        root = chain_root(tenant.salt, config)
+        tenant = apis.admitted(request).lease.tenant
+        root = chain_root(tenant.salt, apis.service.config)
         app.state.forget(root)
         freed = await drop(tenant.label, root)
         return JSONResponse({"type": "prefixes_dropped", "replicas": len(freed), "freed_bytes": sum(freed)})
 
+
+def add_health(app: FastAPI, model: str, taking: Callable[[], int]) -> None:
+    """Add what load balancers and clients probe."""
+
     @app.get("/health")  # as vLLM's server has it, for clients that ask before they begin
     @app.get("/healthz")
     async def healthz() -> Response:
-        return JSONResponse({"status": "ok", "model": config.model.name})
+        return JSONResponse({"status": "ok", "model": model})
 
     @app.get("/readyz")
     async def readyz() -> Response:
         if found := taking():
             return JSONResponse({"status": "ready", "replicas": found})
         return JSONResponse({"status": "unavailable", "reason": "no replica takes requests", "replicas": 0}, 503)
-
-    add_console(app)
-    add_policy_endpoints(app, service, operators, control, operator_of)
-    add_whatif_endpoints(app, service, operators, whatif, operator_of)
-    return app
 
 
 def _serving(group: Capabilities) -> dict[str, Any]:

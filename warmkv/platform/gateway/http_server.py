@@ -47,14 +47,14 @@ class Paths:
         elif path == "/-/routes":
             response = JSONResponse({self.prefix: self._application})
         elif path == prefix or path.startswith(f"{prefix}/"):
-            await unless_left(self._app, {**scope, "root_path": root + prefix}, receive, send)
+            await call_until_disconnect(self._app, {**scope, "root_path": root + prefix}, receive, send)
             return
         else:
             response = PlainTextResponse(f"Path '{path}' not found. See /-/routes.", 404)
         await response(scope, receive, send)
 
 
-async def unless_left(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def call_until_disconnect(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Call an application, and cancel it where the client leaves before the end of its answer, as Serve's proxy does.
 
     The connection is listened to when the body has been read: until then, what reads it hears of that.

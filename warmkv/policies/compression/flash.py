@@ -49,7 +49,7 @@ def takes(query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> bool
     if _chosen(query, keys, softmax) is not None:
         return True
     # Asked without `is_causal`, which there means causal from the first key on, and is refused where n < m.
-    return softmax.is_plain and can_use_flash_attention(SDPAParams(query, keys, values, None, 0.0, False, True))
+    return softmax.is_standard and can_use_flash_attention(SDPAParams(query, keys, values, None, 0.0, False, True))
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
@@ -85,7 +85,7 @@ def _chosen(query: Tensor, keys: Tensor, softmax: Softmax) -> Callable[..., tupl
         query.device, query.dtype, q_heads, keys.shape[1], head_dim, softmax.window > 0, softmax.softcap, sinks
     )
     function = _flash_attention_4(kind)  # tried, and so compiled, by the first chunk of all
-    return None if softmax.is_plain and queries * keys.shape[2] * q_heads < LEAST_WORK else function
+    return None if softmax.is_standard and queries * keys.shape[2] * q_heads < LEAST_WORK else function
 
 
 @lru_cache(maxsize=64)

@@ -56,7 +56,7 @@ class Method:
     shares_heads: ClassVar[bool] = False  # KV heads of a layer share one budget
     rebased: ClassVar[bool] = False  # positions are those within the cache: sinks are rotated on
     rotates: ClassVar[bool] = False  # rotates keys or queries to other positions
-    reads_pages: ClassVar[bool] = False  # decoding reads some entries only, chosen by pages of `page` entries each
+    reads_segments: ClassVar[bool] = False  # decoding reads some entries only, chosen by segments of the cache
     by_last_step: ClassVar[bool] = False  # argmin goes by the last step's attention, not by the sum over all
     reads_classes: ClassVar[bool] = False  # needs to know which tokens are special
 
@@ -83,12 +83,12 @@ class Method:
         """Return whether it selects even where the prompt is within the budget."""
         return False
 
-    def page(self, budget: int, prompt_tokens: int) -> int:
-        """Return the entries of a page, of a prompt that exceeds the budget; asked where `reads_pages`."""
+    def segment(self, budget: int, prompt_tokens: int) -> int:
+        """Return the entries of a segment, of a prompt that exceeds the budget; asked where `reads_segments`."""
         raise NotImplementedError(f"{self.name} reads everything")
 
-    def reads(self, budget: int, prompt_tokens: int, head_dim: int) -> tuple[int, int]:
-        """Return the entries that a step reads and the channels by which it chooses them; asked where `reads_pages`."""
+    def read_limit(self, budget: int, prompt_tokens: int, head_dim: int) -> tuple[int, int]:
+        """Return the entries that a step may read and the channels it chooses by; asked where `reads_segments`."""
         raise NotImplementedError(f"{self.name} reads everything")
 
     def observed_queries(self, prompt_tokens: int, compressed: bool) -> int:

@@ -14,7 +14,7 @@ from warmkv.policies import budgets
 from warmkv.policies.compression import cpu_attention, flash, query_tiles
 from warmkv.policies.compression.query_tiles import tiles
 from warmkv.policies.compression.scoring import window_attention
-from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, attend, cap, causal, weigh
+from warmkv.policies.compression.softmax import CausalWeights, Softmax, attend, causal
 from warmkv.policies.compression.triton_support import is_available
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
@@ -246,7 +246,7 @@ class PrefillState:
         keys, values = self.keys[layer, None, :, first:end], self.values[layer, None, :, first:end]
         if flash.takes(query, keys, values, softmax):
             return flash.attend(query, keys, values, softmax)
-        if not softmax.is_plain:
+        if not softmax.is_standard:
             return attend(query[0], keys[0], values[0], start, first, softmax)[None]
         if cpu_attention.takes(query, keys, values):
             return cpu_attention.attend(query, keys, values, softmax.scale, softmax.window)
@@ -279,7 +279,7 @@ class PrefillState:
             keys, values = (tile.seen(each[layer, None], first) for each in (self.keys, self.values))
             if flash.takes(rows, keys, values, softmax):
                 out = flash.attend(rows, keys, values, softmax)
-            elif not softmax.is_plain:
+            elif not softmax.is_standard:
                 out = attend(rows[0], keys[0], values[0], tile.begin, first, softmax)[None]
             else:
                 mask = self._mask(softmax.window, tile.begin, tile.stop)
@@ -328,18 +328,8 @@ def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, sof
 
         column_kernels.add_column_sums(sums, queries, keys, start, softmax)
         return
-    kv_heads, end, head_dim = keys.shape
-    grouped = (queries.float() * softmax.scale).reshape(kv_heads, -1, queries.shape[1], head_dim)
-    columns = keys.float().transpose(1, 2)
-    group, count = grouped.shape[1:3]
-    piece = max(1, LOGITS_AT_ONCE // (kv_heads * group * end))
-    sinks = None if softmax.sinks is None else softmax.sinks.float().view(kv_heads, group, 1)
-    received = sums.new_zeros(kv_heads, end)
-    for first in range(0, count, piece):
-        rows = grouped[:, :, first : first + piece]
-        size = rows.shape[2]
-        logits = cap((rows.flatten(1, 2) @ columns).view(kv_heads, group, size, end), softmax.softcap)
-        seen = causal(start + first, size, range(end), softmax.window, keys.device)
-        logits.masked_fill_(~seen, float("-inf"))
-        received += weigh(logits, None if sinks is None else sinks.expand(-1, -1, size)).sum(dim=(1, 2))
+    weights, end = CausalWeights(queries, keys, start, softmax), keys.shape[1]
+    received = sums.new_zeros(len(keys), end)
+    for piece in weights.pieces():
+        received += weights.of(piece).sum(dim=(1, 2))
     sums[:, :end] += received

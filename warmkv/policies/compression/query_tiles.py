@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, cap, causal, weigh
+from warmkv.policies.compression.softmax import CausalWeights, Softmax
 
 
 class Tile(NamedTuple):
@@ -45,20 +45,12 @@ def tiles(start: int, end: int, size: int) -> Iterator[Tile]:
 
 def add_column_sums(sums: Tensor, queries: Tensor, keys: Tensor, start: int, softmax: Softmax, size: int) -> None:
     """Do what `prefill_state.add_column_sums` does, one query after the other, in tiles of `size`."""
-    kv_heads, end = keys.shape[:2]
-    sinks = None if softmax.sinks is None else softmax.sinks.float().view(kv_heads, -1, 1)
-    total = sums[:, :end].clone()
-    for tile in tiles(start, end, size):
-        columns = tile.seen(keys, 0).float().transpose(1, 2)
-        grouped = (tile.queries(queries, start).float() * softmax.scale).reshape(kv_heads, -1, size, keys.shape[2])
-        at_once = max(1, LOGITS_AT_ONCE // (len(queries) * tile.stop))
-        for first in range(0, size, at_once):
-            rows = grouped[:, :, first : first + at_once]
-            count, begin = rows.shape[2], tile.begin + first
-            logits = cap((rows.flatten(1, 2) @ columns).view(kv_heads, -1, count, tile.stop), softmax.softcap)
-            seen = causal(begin, count, range(tile.stop), softmax.window, keys.device)
-            logits.masked_fill_(~seen, float("-inf"))
-            received = weigh(logits, None if sinks is None else sinks.expand(-1, -1, count)).sum(dim=1)
-            for position in range(max(begin, tile.first), min(begin + count, tile.last)):
+    total = sums[:, : keys.shape[1]].clone()
+    for tile in tiles(start, keys.shape[1], size):
+        weights = CausalWeights(tile.queries(queries, start), tile.seen(keys, 0), tile.begin, softmax)
+        for piece in weights.pieces():
+            begin, stop = tile.begin + piece.start, tile.begin + piece.stop
+            received = weights.of(piece).sum(dim=1)
+            for position in range(max(begin, tile.first), min(stop, tile.last)):
                 total[:, : tile.last] += received[:, position - begin, : tile.last]
-    sums[:, :end] = total
+    sums[:, : keys.shape[1]] = total

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warmkv.policies.compression.softmax import LOGITS_AT_ONCE, Softmax, cap, causal, weigh
+from warmkv.policies.compression.softmax import CausalWeights, Softmax
 
 if TYPE_CHECKING:
     from warmkv.policies.compression.prefill_state import PrefillState
@@ -25,20 +25,8 @@ def window_attention(keys: Tensor, queries: Tensor, softmax: Softmax) -> Iterato
     keys [kv_heads, T, head_dim], queries [q_heads, w, head_dim] of positions T-w..T-1, both after rotation.
     Yields [kv_heads, group, some queries, T], where `group` is the query heads of a KV head.
     """
-    kv_heads, tokens, head_dim = keys.shape
-    window = queries.shape[1]
-    # Heads of a group are neighbours. Scaled first: float16 would overflow before, bfloat16 round.
-    grouped = (queries.float() * softmax.scale).reshape(kv_heads, -1, window, head_dim)
-    columns = keys.float().transpose(1, 2)
-    sinks = None if softmax.sinks is None else softmax.sinks.float().view(kv_heads, -1, 1)
-    piece = max(1, LOGITS_AT_ONCE // (len(queries) * tokens))
-    for first in range(0, window, piece):
-        rows = grouped[:, :, first : first + piece]
-        count = rows.shape[2]
-        logits = cap((rows.flatten(1, 2) @ columns).view(kv_heads, -1, count, tokens), softmax.softcap)
-        seen = causal(tokens - window + first, count, range(tokens), softmax.window, keys.device)
-        logits.masked_fill_(~seen, float("-inf"))
-        yield weigh(logits, None if sinks is None else sinks.expand(-1, -1, count))
+    weights = CausalWeights(queries, keys, keys.shape[1] - queries.shape[1], softmax)
+    yield from map(weights.of, weights.pieces())
 
 
 def window_votes(prompt: PrefillState, layer: int, window: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +26,8 @@ class Softmax:
         return self if self.sinks is None else replace(self, sinks=self.sinks[row, None])
 
     @property
-    def is_plain(self) -> bool:
+    def is_standard(self) -> bool:
+        """Return True if logits are not capped and there are no sinks."""
         return self.softcap is None and self.sinks is None
 
 
@@ -49,25 +51,43 @@ def weigh(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat([logits, sinks[..., None].to(logits.dtype)], dim=-1).softmax(dim=-1)[..., :-1]
 
 
+class CausalWeights:
+    """Compute the attention weights of queries over keys, in float32, a few queries at a time.
+
+    queries [q_heads, n, d] are those of positions start.., keys [kv_heads, m, d] of first_key.., both after rotation.
+    """
+
+    def __init__(self, queries: Tensor, keys: Tensor, start: int, softmax: Softmax, first_key: int = 0) -> None:
+        kv_heads, count, head_dim = keys.shape
+        # Heads of a group are neighbours. Scaled first: float16 would overflow before, bfloat16 round.
+        self._queries = (queries.float() * softmax.scale).reshape(kv_heads, -1, queries.shape[1], head_dim)
+        self._columns = keys.float().transpose(1, 2)
+        self._sinks = None if softmax.sinks is None else softmax.sinks.float().view(kv_heads, -1, 1)
+        self._start, self._keys, self._softmax = start, range(first_key, first_key + count), softmax
+        self._at_once = max(1, LOGITS_AT_ONCE // (len(queries) * count))
+
+    def pieces(self) -> Iterator[slice]:
+        """Yield the queries in pieces of at most `LOGITS_AT_ONCE` logits, or of one query."""
+        for first in range(0, self._queries.shape[2], self._at_once):
+            yield slice(first, min(first + self._at_once, self._queries.shape[2]))
+
+    def of(self, piece: slice) -> Tensor:
+        """Return the weights of a piece, [kv_heads, group, queries, m]; `group` is the query heads of a KV head."""
+        rows, softmax = self._queries[:, :, piece], self._softmax
+        (kv_heads, group, count, _), sinks = rows.shape, self._sinks
+        logits = cap((rows.flatten(1, 2) @ self._columns).view(kv_heads, group, count, -1), softmax.softcap)
+        seen = causal(self._start + piece.start, count, self._keys, softmax.window, logits.device)
+        logits.masked_fill_(~seen, float("-inf"))
+        return weigh(logits, None if sinks is None else sinks.expand(-1, -1, count))
+
+
 def attend(query: Tensor, keys: Tensor, values: Tensor, first: int, start: int, softmax: Softmax) -> Tensor:
     """Attend causally with capped logits or sinks, in float32, a few queries at a time.
 
     query [q_heads, n, d] at positions first.., keys and values [kv_heads, m, d] at start..; returns the shape of query.
     """
-    kv_heads, count, head_dim = keys.shape
-    grouped = (query.float() * softmax.scale).reshape(kv_heads, -1, query.shape[1], head_dim)
-    group, columns, out = grouped.shape[1], keys.float().transpose(1, 2), torch.empty_like(query)
-    values = values.float()
-    piece = max(1, LOGITS_AT_ONCE // (kv_heads * group * count))
-    sinks = None if softmax.sinks is None else softmax.sinks.float().view(kv_heads, group, 1)
-    for at in range(0, query.shape[1], piece):
-        rows = grouped[:, :, at : at + piece]
-        size = rows.shape[2]
-        logits = cap((rows.flatten(1, 2) @ columns).view(kv_heads, group, size, count), softmax.softcap)
-        seen = causal(first + at, size, range(start, start + count), softmax.window, query.device)
-        weights = weigh(
-            logits.masked_fill_(~seen, float("-inf")), None if sinks is None else sinks.expand(-1, -1, size)
-        )
-        attended = weights.flatten(1, 2) @ values
-        out[:, at : at + piece] = attended.view(kv_heads * group, size, head_dim).to(out.dtype)
+    weights, values, out = CausalWeights(query, keys, first, softmax, start), values.float(), torch.empty_like(query)
+    for piece in weights.pieces():
+        attended = weights.of(piece).flatten(1, 2) @ values
+        out[:, piece] = attended.view(len(query), -1, query.shape[2]).to(out.dtype)
     return out

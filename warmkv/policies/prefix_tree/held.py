@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from warmkv.policies.prefix_tree.nodes import NEVER, Copy
+from warmkv.policies.prefix_tree.nodes import EXPIRED, Copy
 
 
 class HeldBlock(NamedTuple):
@@ -61,7 +61,7 @@ class HeldRun:
         """Yield the blocks, the first one first."""
         parent, end, last = self.parent, self.end, len(self.keys) - 1
         for at, key in enumerate(self.keys):
-            mark_ttl, mark_expires_at = (self.mark_ttl, self.mark_expires_at) if at == last else (0.0, NEVER)
+            mark_ttl, mark_expires_at = (self.mark_ttl, self.mark_expires_at) if at == last else (0.0, EXPIRED)
             yield HeldBlock(
                 key, parent, self.plain, self.tokens, end, self.tenant, self.ttl, self.expires_at, mark_ttl,
                 mark_expires_at, self.reads, self.used_at, self.since,
@@ -77,7 +77,7 @@ def run_of(copy: Copy, first: int, last: int) -> HeldRun:
     return HeldRun(
         node.keys[first:last], before, node.plain, node.tokens, node.end - (node.length - first - 1) * node.tokens,
         copy.tenant, node.ttl, node.expires, node.mark_ttl if marked else 0.0,
-        node.mark_expires if marked else NEVER, node.reads, node.used_at, copy.since,
+        node.mark_expires if marked else EXPIRED, node.reads, node.used_at, copy.since,
     )  # fmt: skip
 
 

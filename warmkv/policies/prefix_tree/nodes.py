@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-NEVER = -math.inf
+EXPIRED = -math.inf  # when what has no life, or no mark, expires
 
 
 class Copy:
@@ -107,7 +107,7 @@ class Node:
             self.copies.append(Copy(self, parent.copies[tier] if parent is not None else None, size))
         self.sums: Node | None = None  # column sums of all up to its end
         self.reads = 0
-        self.ttl, self.expires, self.mark_ttl, self.mark_expires = 0.0, NEVER, 0.0, NEVER
+        self.ttl, self.expires, self.mark_ttl, self.mark_expires = 0.0, EXPIRED, 0.0, EXPIRED
         self.used_at = math.nan  # when it was stored or read last, where changes are told
         self.watched = math.inf  # the deadline that is noted, which is never later than its own; inf if there is none
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from warmkv.policies.eviction import CostAware, lfu
 from warmkv.policies.prefix_tree.deadlines import Deadlines
 from warmkv.policies.prefix_tree.held import Change, Copied, HeldRun, Left, Stored, run_of
-from warmkv.policies.prefix_tree.nodes import NEVER, Copy, Node
+from warmkv.policies.prefix_tree.nodes import EXPIRED, Copy, Node
 from warmkv.policies.prefix_tree.tier import Evicted, TierSpace
 from warmkv.policies.tiers import Tier
 
@@ -64,7 +64,7 @@ class PrefixTree:
             self.changed[node] = None
             span = node.span
             if span < node.length:
-                node.mark_expires = NEVER
+                node.mark_expires = EXPIRED
                 if not span:
                     self._forget(node)
                 elif self._trim is not None:
@@ -147,7 +147,7 @@ class PrefixTree:
         Returns True if a tier holds all of it.
         """
         self.prolong(path, ttl, now)
-        life = (ttl, now + ttl, 0.0, NEVER, 0)
+        life = (ttl, now + ttl, 0.0, EXPIRED, 0)
         if last is None:
             last = path[-1].length
         whole, tier = False, 0
@@ -166,7 +166,7 @@ class PrefixTree:
     def prolong(self, path: Path, ttl: float, now: float) -> None:
         """Let what is held of a path live at least `ttl` seconds from now, and from each use on."""
         for node in path:
-            if node.expires == NEVER:
+            if node.expires == EXPIRED:
                 break
             if ttl > node.ttl:
                 node.ttl = ttl
@@ -399,7 +399,7 @@ class PrefixTree:
 
 def _outlive(path: Path) -> None:
     """Let every node of a path live as long as what is held behind it."""
-    ttl, expires = 0.0, NEVER
+    ttl, expires = 0.0, EXPIRED
     for node in reversed(path):
         if node.span:
             node.ttl = ttl = max(ttl, node.ttl)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from warmkv.config import BlockStorage
 from warmkv.policies.prefix_tree.held import HeldBlock
-from warmkv.policies.prefix_tree.nodes import NEVER
+from warmkv.policies.prefix_tree.nodes import EXPIRED
 from warmkv.policies.prefix_tree.radix import RadixTree
 from warmkv.policies.tiers import FILE_BYTES
 from warmkv.replicas.block_store.formats import Packed
@@ -52,7 +52,7 @@ class DiskTierError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of its block. Times are Unix time; infinite ones are None."""
+    """The metadata of a block's file. Times are Unix time; None is infinity."""
 
     key: str  # hexadecimal, as `parent`, which is empty for the first block of a prompt
     parent: str
@@ -69,7 +69,7 @@ class Header:
 
 
 def header(block: HeldBlock, storage: BlockStorage, now: float, wall: float) -> Header:
-    """Build the file header of a block, whose times are those of a clock that shows `now` at the Unix time `wall`."""
+    """Build the file header of a block; `now` on its clock is the Unix time `wall`."""
     is_marked = block.mark_expires_at > now
     return Header(
         key=block.key.hex(),
@@ -89,7 +89,7 @@ def header(block: HeldBlock, storage: BlockStorage, now: float, wall: float) -> 
 
 def lasting_header(block: HeldBlock, storage: BlockStorage, *, marked: bool) -> Header:
     """Build the header of a block without expiry; `marked` if a breakpoint is readable at its end."""
-    mark_ttl, mark_expires_at = (math.inf, math.inf) if marked else (0.0, NEVER)
+    mark_ttl, mark_expires_at = (math.inf, math.inf) if marked else (0.0, EXPIRED)
     lasting = block._replace(
         ttl=math.inf, expires_at=math.inf, mark_ttl=mark_ttl, mark_expires_at=mark_expires_at
     )  # fmt: skip
@@ -108,7 +108,7 @@ def block(header: Header, now: float, wall: float) -> HeldBlock:
         ttl=_infinite(header.ttl),
         expires_at=_infinite(header.expires_at) + now - wall,
         mark_ttl=_infinite(header.mark_ttl),
-        mark_expires_at=_infinite(header.mark_expires_at) + now - wall if header.mark_ttl != 0 else NEVER,
+        mark_expires_at=_infinite(header.mark_expires_at) + now - wall if header.mark_ttl != 0 else EXPIRED,
         reads=header.reads,
         used_at=math.nan,
         since=math.nan,
@@ -209,7 +209,7 @@ class Folder:
         self.file(key).unlink(missing_ok=True)
 
     def tidy(self) -> None:
-        """Remove what a process that was killed had not finished writing."""
+        """Remove the unfinished files of a process that was killed."""
         for path in self.path.glob(f"??/*{SUFFIX}{PART}"):
             path.unlink(missing_ok=True)
 

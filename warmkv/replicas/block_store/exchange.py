@@ -99,11 +99,10 @@ def _kinds(header: Header, identity: Identity) -> tuple[tuple[str, tuple[int, ..
 def lend(
     store: BlockStore, keys: Sequence[bytes], first: int, tails: Sequence[bytes], most: int, *, sums: bool = False
 ) -> tuple[list[StoredBlock], bool]:
-    """Return consecutive blocks of a prompt, from number `first` on, that are in memory, up to the first that is not,
-    and at last tails behind them.
+    """Return a prompt's consecutive blocks in memory from number `first` on, then the tails behind them.
 
-    At most `most` bytes of blocks, but at least one; then there may be more, which the second value tells. With `sums`,
-    no more of the chain than there are column sums for, and these as well.
+    At most `most` bytes of blocks, but at least one; the second value tells if there are more. With `sums`, the chain
+    ends at the last stored column sums, which come along.
     """
     path = store.tree.find(keys)
     chain = _in_memory(store, path)
@@ -129,9 +128,9 @@ def lend(
 
 
 def take(store: BlockStore, blocks: Sequence[StoredBlock]) -> int:
-    """Keep blocks of another replica, each behind the one before it, within all limits; how many are held now.
+    """Store another replica's blocks, each behind its predecessor, within all limits; return how many are held now.
 
-    What does not follow anything that is in memory here is left out.
+    Blocks whose predecessor is not in memory here are skipped.
     """
     store.expire()
     now, arrived = store.clock(), {bytes.fromhex(header.key): packed for header, packed in blocks}
@@ -146,9 +145,9 @@ def take(store: BlockStore, blocks: Sequence[StoredBlock]) -> int:
 
 
 def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict[bytes, StoredBlock]]:
-    """Return chains in memory, what would be evicted last first, and their blocks, together at most `most` bytes.
+    """Return chains in memory, the last to be evicted first, and their blocks, at most `most` bytes together.
 
-    Of the chain that does not fit there is the beginning.
+    The last chain may be cut short.
     """
     chains: list[tuple[bytes, ...]] = []
     found: dict[bytes, StoredBlock] = {}
@@ -191,7 +190,7 @@ def _is_in_memory(store: BlockStore, node: Node | None) -> bool:
 
 
 def _runs(blocks: Sequence[HeldBlock]) -> Iterator[list[HeldBlock]]:
-    """Yield parts of which each block follows the one before it."""
+    """Yield runs of blocks, each of which follows the one before it."""
     run: list[HeldBlock] = []
     for block in blocks:
         if run and (block.parent != run[-1].key or block.end != run[-1].end + block.tokens):

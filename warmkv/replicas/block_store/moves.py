@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Moves:
-    """Move blocks into the tiers `places`. Belongs to the engine's thread.
+    """Move blocks into the tiers `places`. For the engine's thread.
 
-    `limit` bounds the bytes that nothing but a move keeps. `failed(key, tier)` is told of a block that could not be
-    brought into its tier. The clocks are for the times in files.
+    `limit` bounds the bytes that only a move keeps alive. `failed(key, tier)` is called for a block that could not be
+    moved. The clocks set the times in files.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Moves:
 
         self._jobs.submit("write", job, partial(self._arrived, key, tier, move))
 
-    def leave_alone(self, key: bytes, tier: int, packed: Packed) -> bool:
-        """Note that nothing but its move to a tier keeps a block now. False if it exceeds the limit and is given up."""
+    def keep_alive(self, key: bytes, tier: int, packed: Packed) -> bool:
+        """Count a block that only its move keeps alive; return False if that exceeds the limit and ends the move."""
         move = self._places[tier].arriving.get(key)
         if move is None or move.packed is not packed or move.alone:
             return True
@@ -74,7 +74,7 @@ class Moves:
         return True
 
     def give_up(self, key: bytes, tier: int) -> None:
-        """Forget a move, if there is one; its bytes are free as soon as nobody is copying them."""
+        """Abort a move, if there is one; its bytes are free as soon as no thread copies them."""
         move = self._places[tier].arriving.pop(key, None)
         if move is not None and move.packed is not None:
             if move.alone:

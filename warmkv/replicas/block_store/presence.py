@@ -1,4 +1,4 @@
-"""Which tiers have which blocks, by key, and what of that routers are told: full blocks with their fastest tier."""
+"""Track which tiers hold each block, and publish full blocks with their fastest tier to the routers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL = 1 << 7
 
 
 class Presence:
-    """Follow the changes of a prefix tree. `blocks` counts what each tier has, tails and column sums included.
+    """Follow the changes of a prefix tree; `blocks` counts those of each tier, tails and column sums included.
 
     Only the engine's thread notes changes; any thread may ask, and the answer may be a step old.
     """
@@ -31,7 +31,7 @@ class Presence:
         self._memory = sum(1 << at for at, name in enumerate(tiers) if name != "disk")
 
     def note(self, change: Change) -> None:
-        """Take note of what came to a tier or left it."""
+        """Record that blocks came to a tier or left it."""
         bit, known, before = 1 << change.tier, self._tiers_of, self._before
         is_full = change.run.tokens == self._block_size
         came = not isinstance(change, Left)
@@ -65,7 +65,7 @@ class Presence:
             self._publish(keys, (), tier)
 
     def settle(self) -> None:
-        """Count all that is there as published."""
+        """Mark everything as published."""
         self._before.clear()
 
     def fastest(self, key: bytes) -> str | None:

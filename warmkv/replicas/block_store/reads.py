@@ -1,4 +1,4 @@
-"""What a request found warm: the files that are read for it beside the engine, and its way to the prompt."""
+"""Read a request's warm blocks from disk beside the engine, and copy them to its prompt."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Span(NamedTuple):
 
 
 def spans(chain: Sequence[bytes], tokens: int, size: int) -> list[Span]:
-    """Return the blocks of a chain over the first `tokens` tokens of a prompt, the last of them as long as is left."""
+    """Return the spans of a chain over the first `tokens` tokens of a prompt; the last may be shorter than a block."""
     return [Span(key, at * size, min((at + 1) * size, tokens)) for at, key in enumerate(chain)]
 
 
 @dataclass(slots=True, eq=False)
 class WarmPrefix:
-    """What a request found, pinned until `release`, and what of it has been read from disk so far."""
+    """The warm prefix of a request, pinned until `release`, and what of it has been read from disk so far."""
 
     match: Match = field(default_factory=Match)
     reused: int = 0  # leading tokens to attach
@@ -45,7 +45,7 @@ class WarmPrefix:
     pending: set[bytes] = field(default_factory=set)
     since: float = 0.0  # when it began to wait for them
     tiers: dict[str, int] = field(default_factory=dict)  # tokens attached, by the tier they came from
-    left: deque[tuple[Span, Packed, str]] | None = None  # blocks to attach, with their tiers; None before that begins
+    to_attach: deque[tuple[Span, Packed, str]] | None = None  # with their tiers; None before that begins
 
     @property
     def hit(self) -> int:
@@ -74,28 +74,28 @@ def blocks_to_attach(warm: WarmPrefix, size: int, places: Sequence[TierStorage])
     return found
 
 
-def copy_left(warm: WarmPrefix, keys: Tensor, values: Tensor, dtype: torch.dtype, most: float) -> bool:
-    """Copy blocks that are left to attach, about `most` bytes of those that a GPU does not have itself.
+def copy_blocks(warm: WarmPrefix, keys: Tensor, values: Tensor, dtype: torch.dtype, most: float) -> bool:
+    """Copy the blocks to attach, about `most` bytes of those that the GPU does not hold itself.
 
-    Returns True once none is left.
+    Returns True once all are copied.
     """
-    copied, left = 0, warm.left
-    assert left is not None
-    while left and copied < most:
-        span, packed, tier = left.popleft()
+    copied, to_attach = 0, warm.to_attach
+    assert to_attach is not None
+    while to_attach and copied < most:
+        span, packed, tier = to_attach.popleft()
         tokens = span.end - span.start
         block = unpack(packed.map(lambda part: part.to(keys.device, non_blocking=True)), dtype)
         keys[:, :, span.start : span.end] = block[0, :, :, :tokens]
         values[:, :, span.start : span.end] = block[1, :, :, :tokens]
         warm.tiers[tier] = warm.tiers.get(tier, 0) + tokens
         copied += packed.nbytes if tier != "device" or not keys.is_cuda else 0
-    return not left
+    return not to_attach
 
 
 class FileReads:
-    """Files that are being read, each once for all who wait for it. Belongs to the engine's thread.
+    """Read each file once for all requests that wait for it. For the engine's thread.
 
-    `lost(key)` is told of a file that cannot be read.
+    `lost(key)` is called for a file that cannot be read.
     """
 
     def __init__(self, jobs: Jobs, lost: Callable[[bytes], None]) -> None:
@@ -114,7 +114,7 @@ class FileReads:
         self._jobs.submit("read", partial(folder.read, key), partial(self._has_read, key))
 
     def stop_waiting(self, warm: WarmPrefix) -> None:
-        """Go on without what has not been read yet."""
+        """Give up the blocks that have not been read yet."""
         for key in warm.pending:
             self._waiting[key].remove(warm)
         warm.pending.clear()

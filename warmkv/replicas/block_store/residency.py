@@ -1,4 +1,4 @@
-"""Samples of how long blocks stay and how soon they are read again, which a TTL is chosen by."""
+"""Sample how long blocks stay in a tier and how soon they are reused, for choosing a TTL."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ MOST = 1024
 
 
 class Residency:
-    """What the engine's thread observes, until `metrics.record` takes it from another one. Times in seconds."""
+    """Samples in seconds, observed by the engine's thread and taken by `metrics.record` from another one."""
 
     def __init__(self) -> None:
         self.lifetimes: deque[tuple[str, float]] = deque(maxlen=MOST)  # tier; from storing to leaving it
         self.idle: deque[tuple[str, float]] = deque(maxlen=MOST)  # tier; from the last use to an eviction
         self.gaps: deque[float] = deque(maxlen=MOST)  # between two uses of a prefix, one for each prompt that reuses it
-        self._left = 0
+        self._removed = 0
 
     def reused(self, used_at: float, now: float) -> None:
-        """Note that a prefix is read which was used last at `used_at`."""
+        """Record the reuse of a prefix that was last used at `used_at`."""
         if not math.isnan(used_at):
             self.gaps.append(now - used_at)
 
-    def left(self, blocks: int, used_at: float, since: float, tier: str, now: float, *, evicted: bool) -> None:
-        """Note that blocks of one life leave a tier: evicted, or because their TTL ran out."""
-        observed = _samples(self._left + blocks) - _samples(self._left)
-        self._left += blocks
+    def removed(self, blocks: int, used_at: float, since: float, tier: str, now: float, *, evicted: bool) -> None:
+        """Record that blocks of one life leave a tier: evicted, or because their TTL ran out."""
+        observed = _samples(self._removed + blocks) - _samples(self._removed)
+        self._removed += blocks
         if not math.isnan(since):
             self.lifetimes.extend([(tier, now - since)] * observed)
         if evicted and not math.isnan(used_at):

@@ -25,7 +25,7 @@ from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.io_threads import IOThreads, Jobs, Threads
 from warmkv.replicas.block_store.moves import Moves
 from warmkv.replicas.block_store.presence import Presence, Publish
-from warmkv.replicas.block_store.reads import FileReads, WarmPrefix, blocks_to_attach, copy_left, keys_to_attach
+from warmkv.replicas.block_store.reads import FileReads, WarmPrefix, blocks_to_attach, copy_blocks, keys_to_attach
 from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.tiers import TierStorage
 
@@ -201,15 +201,15 @@ class BlockStore:
         fewer than expected where a file is damaged or late, and their column sums [layers, kv_heads, tokens] where
         these were asked for.
         """
-        if warm.left is None:
+        if warm.to_attach is None:
             self._reads.stop_waiting(warm)
             parts = blocks_to_attach(warm, self.block_size, self.places)
             if warm.sums and (
                 warm.sums not in warm.read or sum(span.end - span.start for span, _, _ in parts) < warm.reused
             ):
                 parts, warm.sums = [], b""  # they hold for exactly this prefix
-            warm.left, warm.tiers = deque(parts), {}
-        if not copy_left(warm, keys, values, self._dtype, most):
+            warm.to_attach, warm.tiers = deque(parts), {}
+        if not copy_blocks(warm, keys, values, self._dtype, most):
             return None
         sums = unpack(warm.read[warm.sums], self._dtype).to(keys.device) if warm.sums else None
         warm.read.clear()
@@ -352,7 +352,7 @@ class BlockStore:
         else:
             self.left[name, why] += count
         if why != "dropped":
-            self.residency.left(count, run.used_at, run.since, name, self.clock(), evicted=why == "evicted")
+            self.residency.removed(count, run.used_at, run.since, name, self.clock(), evicted=why == "evicted")
         for key in run.keys:
             self._remove(key, tier)
 
@@ -362,7 +362,7 @@ class BlockStore:
             place.blocks[block.key] = packed if place.takes_as_it_is(packed) else place.converted(packed)
         else:
             self._moves.begin(block, tier, packed)
-            if not self._moves.leave_alone(block.key, tier, packed):
+            if not self._moves.keep_alive(block.key, tier, packed):
                 self._lose(block.key, tier)
 
     def _remove(self, key: bytes, tier: int) -> None:
@@ -371,7 +371,7 @@ class BlockStore:
         place.blocks.pop(key, None)
         self._moves.give_up(key, tier)
         below = tier + 1
-        if packed is not None and below < len(self.places) and not self._moves.leave_alone(key, below, packed):
+        if packed is not None and below < len(self.places) and not self._moves.keep_alive(key, below, packed):
             self._lose(key, below)
         if place.folder is not None:
             self._jobs.submit("write", partial(place.folder.delete, key), lambda result: None)

@@ -1,4 +1,4 @@
-"""Where the bytes of one tier are. The engine's thread owns both kinds; what takes long is left to `io_threads`."""
+"""Hold the blocks of one tier, in memory or on disk. For the engine's thread; slow work goes to `io_threads`."""
 
 from __future__ import annotations
 

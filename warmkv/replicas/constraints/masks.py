@@ -1,4 +1,4 @@
-"""Which tokens constraints rule out, for a batch at once, beside the model's step."""
+"""Compute token masks of a batch's constraints in a thread beside the model's step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Masks:
         self._stream: Any = None  # of CUDA
 
     def begin(self, matchers: Sequence[LLMatcher]) -> Future[Tensor]:
-        """Begin to compute what may not be drawn: bool [matchers, vocabulary] on the device.
+        """Begin to compute the tokens that are masked out: bool [matchers, vocabulary] on the device.
 
-        No matcher may take a token meanwhile. What a matcher's limits do not allow leaves it in an error.
+        No matcher may take a token meanwhile. A matcher that exceeds its limits is left in an error.
         """
         return self._pool.submit(self._fill, list(matchers))
 

@@ -43,7 +43,7 @@ PROMPT, NEW = 150, 4
 
 
 class BatchInvarianceError(RuntimeError):
-    """Say that what a model computes depends on its company here."""
+    """Results depend on the other sequences of a batch on this machine."""
 
 
 class InvariantRunner(ModelRunner):
@@ -67,7 +67,7 @@ class InvariantRunner(ModelRunner):
 
     @contextmanager
     def _tiled(self) -> Iterator[None]:
-        """Compute in tiles for a while: the module is its own again for whoever compares with it."""
+        """Compute in tiles within the context; a module that is compared with is its own again behind it."""
         patched = [(vars(module), vars(module).get("forward")) for module, _ in self._in_tiles]
         for module, forward in self._in_tiles:
             vars(module)["forward"] = forward
@@ -82,7 +82,7 @@ class InvariantRunner(ModelRunner):
 
 
 def _row_modules(module: nn.Module, *, outermost: bool = False) -> Iterator[nn.Module]:
-    """Yield the largest modules inside one that make a row of a row: all but attention, embeddings and rotations."""
+    """Yield the largest modules that compute row by row: all but attention, embeddings and rotations."""
     if isinstance(module, nn.Embedding | nn.Identity | nn.Dropout) or any(
         name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)
     ):
@@ -96,12 +96,12 @@ def _row_modules(module: nn.Module, *, outermost: bool = False) -> Iterator[nn.M
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Return True if there are products with weights in a module, not only sums along rows."""
+    """Return True if a module multiplies by weights, rather than only summing along rows."""
     return any(hasattr(each, "in_features") for each in module.modules())
 
 
 def _in_tiles(forward: Callable[[Tensor], Tensor], rows: int, multiplies: bool) -> Callable[[Tensor], Tensor]:
-    """Return what computes `forward` of x [..., width], so many rows at a time; of narrow norms more."""
+    """Return a `forward` of x [..., width] that computes so many rows at a time; of narrow norms more."""
 
     def tiled(x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""A step of sequences that decode: the model, and the tokens drawn on the device, replayed where it is recorded."""
+"""Run a decode step: the model and the sampler on the device, replayed as a CUDA graph where one is recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Drawn = tuple[Tensor, Tensor | None]
 
 @dataclass(slots=True)
 class DecodeSteps:
-    """Run steps of sequences that decode; batches may be padded."""
+    """Run decode steps of batches, which may be padded."""
 
     buffer: StepBuffer
     vocabulary: int
@@ -33,16 +33,17 @@ class DecodeSteps:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of recordings, and of what steps leave."""
-        left = sum(each.nbytes for each in (self.drawn, self._logits) if each is not None)
-        return left + (self.graphs.record.taken if self.graphs is not None else 0)
+        """Return the bytes of recordings, and of the results that steps keep on the device."""
+        held = sum(each.nbytes for each in (self.drawn, self._logits) if each is not None)
+        return held + (self.graphs.record.taken if self.graphs is not None else 0)
 
     def decode(
         self, forward: Forward, state: DecodeState, inputs: StepInputs, *, processed: bool, kept: bool = False
     ) -> Drawn:
-        """Run the model, and draw tokens with it where it is recorded, from logits that are not `processed` before.
+        """Return logits, and the tokens that a recorded step samples from them.
 
-        Nor are they drawn where the host has to look at them. The next step overwrites what comes back, unless `kept`.
+        Tokens are None where nothing is recorded, logits are to be `processed` first, or the host has to look at them.
+        The next step overwrites the results, unless `kept`.
         """
 
         def run() -> Tensor:
@@ -60,15 +61,15 @@ class DecodeSteps:
                 processed = True
 
         def compute() -> Drawn:
-            logits = self._left(run())
+            logits = self._copied(run())
             return logits, pick(logits, draws, row_by_row=self.row_by_row)
 
         state.begin()
         logits, tokens = graphs.compute((key, branches), compute, state.restart)
         return logits, None if processed else tokens
 
-    def _left(self, logits: Tensor) -> Tensor:
-        """Copy logits to where all recordings leave theirs, which would hold memory for those of each otherwise."""
+    def _copied(self, logits: Tensor) -> Tensor:
+        """Copy logits to one buffer for all recordings; each would hold memory for its own otherwise."""
         if self._logits is None or len(self._logits) < len(logits):
             self._logits = torch.empty_like(logits)
         self._logits[: len(logits)] = logits
@@ -86,5 +87,5 @@ class DecodeSteps:
 
 
 def resolve(ids: Tensor, drawn: Tensor) -> Tensor:
-    """Return ids of which -1 - n is replaced by the n-th token drawn before; by 0 if that was none."""
+    """Replace ids of -1 - n by the n-th token that the step before drew; by 0 if it drew none there."""
     return torch.where(ids < 0, drawn[(-1 - ids).clamp_min(0)], ids).clamp_min(0)

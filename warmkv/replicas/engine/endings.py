@@ -28,7 +28,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Endings:
-    """End requests: free what they hold, count failures and tell their listeners. `probe` computes what is sound."""
+    """End requests: free what they hold, count failures, tell their listeners.
+
+    `probe` runs a request known to be sound.
+    """
 
     scheduler: Scheduler
     prompts: Prompts
@@ -40,8 +43,8 @@ class Endings:
     def deliver(self, sequence: Sequence, token: int) -> None:
         """Report a drawn token, and end the sequence where it ends.
 
-        Of a request that is resumed, what was drawn elsewhere is taken instead, one step after the other as it was
-        then: the slot, what a policy evicts from it and the random numbers come out as they were.
+        A resumed request takes the tokens that another replica drew, one each step: its slot, what a policy evicts from
+        it and its random numbers come out as they were there.
         """
         sequence.number = None
         if (given := sequence.given) is not None:
@@ -66,19 +69,19 @@ class Endings:
             self.finish(sequence, "length")
 
     def finish(self, sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprobs, ...] = ()) -> None:
-        """End an answer that is complete, or that nobody wants any more; `logprobs` are those of what ended it."""
+        """End an answer that is complete or aborted; `logprobs` are those of the token that ended it."""
         if reason != "cancelled":
             self.faults.succeeded()
         self.end(sequence, Finished(reason, sequence.num_output_tokens, logprobs=logprobs))
 
     def shed(self, sequence: Sequence, error: Exception) -> None:
-        """End a request for want of something that another replica may have."""
+        """Fail a request for lack of memory or of a device, so that another replica takes it."""
         kind: FailureKind = "memory" if is_out_of_memory(error) else "device"
         self.faults.failed(kind, hash(sequence.request.token_ids))
         self.end(sequence, Failed(describe(error)))
 
     def fail_prompt(self, sequence: Sequence | None, error: Exception) -> None:
-        """End a request that failed before or behind a pass. Raises errors that are nobody's, or of a device lost."""
+        """Fail a request outside of a pass. Raises an error that belongs to no request, or that loses the device."""
         if sequence is None or is_sticky(error):
             raise error
         with about(sequence.request.context):
@@ -86,7 +89,7 @@ class Endings:
         self.fail([(sequence, let_go(error))], works=False)
 
     def fail(self, failed: Items[tuple[Sequence, Exception]], works: bool) -> None:
-        """End requests that failed by themselves; `works` tells that the device computed others, else a probe does."""
+        """Fail requests that failed alone. `works` if the device computed others; else a probe tells."""
         try:
             for sequence, _ in failed:
                 self._drop(sequence)
@@ -116,7 +119,7 @@ class Endings:
         self.tell(sequence, event)
 
     def tell(self, sequence: Sequence, event: EngineEvent) -> None:
-        """Tell a listener; one that is gone ends its request."""
+        """Tell the listener of a request, and end the request if that fails."""
         try:
             sequence.emit(event)
         except Exception:  # the others must hear

@@ -115,7 +115,7 @@ class Engine:
         self._publish_stats()
 
     def overlap(self) -> None:
-        """Launch decode steps before the tokens of those before are read, from now on."""
+        """Schedule asynchronously from now on: launch a decode step before the tokens of the last one are read."""
         self.executor.keep_drawn()
         launch = self.executor.launch
         self._overlap = Overlap(self.scheduler, self._endings, self.max_context, self.model.inv_freq, launch)
@@ -129,16 +129,18 @@ class Engine:
         Raises UnservableRequestError or QueueFullError at once where the request cannot be taken, and ClosedError
         where the engine has ended.
         """
-        policy = self._prompts.policy_of(request)
+        method = self._prompts.method_of(request)
         if request.sampling.constraint is not None and matcher is None:
             raise UnservableRequestError("this replica does not constrain answers")
         random = np.random.Generator(np.random.Philox(request.sampling.seed))
         processor = LogitsProcessor.of(request, self.model.eos_ids, matcher)
-        sequence = Sequence(request, policy, emit, self._clock(), random, processor)
-        self._inbox.submit(sequence, partial(self.scheduler.check, sequence))
+        sequence = Sequence(request, method, emit, self._clock(), random, processor)
+        self.scheduler.validate(sequence)
+        self.scheduler.size(sequence)
+        self._inbox.submit(sequence, partial(self.scheduler.check_queue, sequence))
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request and free what it holds; nothing happens if it has ended already."""
+        """Abort a request and free what it holds; does nothing if it has ended already."""
 
         def stop() -> None:
             if sequence := self.scheduler.find(request_id):
@@ -148,7 +150,7 @@ class Engine:
         self.call(stop)
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run something in the engine's thread, between two steps; not at all if the engine has ended."""
+        """Run an action in the engine's thread, between two steps; drop it if the engine has ended."""
         with contextlib.suppress(ClosedError):
             self._inbox.put(action)
 
@@ -157,7 +159,7 @@ class Engine:
         return self._inbox.result_of(action)
 
     def drop_prefixes(self, tenant: str) -> Future[int]:
-        """Forget what is stored of a tenant, between two steps; the result is the bytes freed."""
+        """Forget a tenant's stored prefixes, between two steps; the result is the bytes freed."""
         return self.between_steps(lambda: self.store.drop(tenant))
 
     def contents(self, most: int) -> Future[Contents]:
@@ -185,10 +187,10 @@ class Engine:
     # --- in the engine's thread
 
     def warm_up(self, say: Callable[[str], None] = lambda what: None, policy: PolicySpec = PolicySpec()) -> None:
-        """Compute short prompts and a few tokens before `run`, so that no request pays for first-time set-up.
+        """Compile the model and kernels and serve short requests before `run`, so that no request pays for set-up.
 
-        What is to be compiled is compiled here, the model (`ModelExecutor.compile`) and kernels for all policies, first
-        for `policy`. `say` is told what is done next. Raises RuntimeError if the prompt fails.
+        Kernels are compiled for all policies, first for `policy`. `say` is told each stage. Raises RuntimeError if a
+        request fails.
         """
         self.executor.compile(say)
         room, seconds = self.scheduler.room, self.config.compile_seconds
@@ -225,10 +227,10 @@ class Engine:
         self._thread.start()
 
     def run(self) -> None:
-        """Step until `stop`, or until the device is taken for lost.
+        """Step until `stop`, or until the device is lost.
 
-        That is after an error that leaves a device unusable, or several failures in a row. Then everything fails and
-        the thread ends, so that the replica's health check has it replaced.
+        It is after an error that leaves it unusable, or several failures in a row. Then all requests fail and the
+        thread ends, so that the replica's health check has it replaced.
         """
         try:
             while not self._stopped.is_set() and not self.faults.lost:
@@ -291,7 +293,7 @@ class Engine:
             self._publish_stats()
 
     def _admit(self) -> None:
-        """Admit whoever gets tokens of this step, and look up what is warm of their prompts."""
+        """Admit the requests that get tokens of this step, and look up their warm prefixes."""
         admitted: Sequence | None = None
         while True:
             try:
@@ -304,9 +306,9 @@ class Engine:
                 self._endings.fail_prompt(admitted or self.scheduler.admitting, error)
 
     def _begin_chunks(self) -> list[Sequence]:
-        """Begin the chunks of this step; returns the prompts that have one.
+        """Begin the prefill chunks of this step; return the prompts that have one.
 
-        Those whose warm blocks are still being copied have none, while others decode.
+        While others decode, a prompt whose warm blocks are still being copied has none.
         """
         begun = []
         scored = self._scored_at_once
@@ -330,7 +332,7 @@ class Engine:
             self._overlap.collect()
 
     def _compute(self, prompts: list[Sequence]) -> None:
-        """Compute the chunks of prompts and a token of every running sequence; whoever that fails with ends alone."""
+        """Compute this step's chunks and a token of every running sequence; a request that makes it fail ends alone."""
         begun = None
         if self._overlap is not None:
             if not prompts and self.executor.watch_logits is None and self._overlap.advance():
@@ -344,7 +346,7 @@ class Engine:
             self.executor.execute,
             max_context=self.max_context,
             inv_freq=self.model.inv_freq,
-            leave=self._endings.shed,
+            shed=self._endings.shed,
             retrying=self._turn,
             begun=begun,
         )
@@ -367,7 +369,7 @@ class Engine:
                     self._hand_off(sequence, token)
             except Exception as error:
                 self._endings.fail_prompt(sequence, error)
-        if outcome.failed or outcome.left:
+        if outcome.failed or outcome.shed:
             self._endings.fail(outcome.failed, works=works)
 
     def _hand_off(self, sequence: Sequence, token: int) -> None:

@@ -31,7 +31,7 @@ class Recorder(Protocol):
     taken: int  # bytes of the device that recordings took so far
 
     def __call__(self, compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Compute once, and return the result with what computes it again, into the same tensors."""
+        """Compute once; return the result, and a function that computes it again into the same tensors."""
         ...
 
 
@@ -71,7 +71,7 @@ class Graphs(Generic[T]):
 
     @contextmanager
     def recording_soon(self) -> Iterator[None]:
-        """Record what is seen a second time meanwhile: the first gives everything its memory."""
+        """Record steps when they are seen a second time meanwhile; the first run allocates their memory."""
         before, self.seen_before = self.seen_before, 1
         try:
             yield
@@ -79,10 +79,10 @@ class Graphs(Generic[T]):
             self.seen_before = before
 
     def compute(self, key: Hashable, compute: Callable[[], T], again: Callable[[], None]) -> T:
-        """Compute a step, by a replay where its key is recorded; results are overwritten by the next with this key.
+        """Compute a step, by a replay if its key is recorded; the next step with this key overwrites the results.
 
-        A step is recorded once its key was seen often enough. If it cannot be, none is from then on, and it is computed
-        after `again` has made it as if nothing had been called. Raises what computing raises.
+        A step is recorded once its key was seen often enough. If recording fails, it is turned off, `again` resets the
+        step, and it is computed. Raises what computing raises.
         """
         if (held := self._recorded.get(key)) is not None:
             self._recorded.move_to_end(key)
@@ -108,6 +108,6 @@ class Graphs(Generic[T]):
 
 
 def _forget(held: OrderedDict[Hashable, Any]) -> None:
-    """Drop what was not used for longest."""
+    """Evict the least recently used."""
     while len(held) > MOST_RECORDED:
         held.popitem(last=False)

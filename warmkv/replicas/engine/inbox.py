@@ -1,4 +1,4 @@
-"""The way into the engine's thread: requests and actions in one queue, so that a cancel never overtakes its request."""
+"""Queue requests and actions for the engine's thread, in one order, so that a cancel never overtakes its request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Inbox(Generic[Item]):
         self.arriving = 0  # items that are in the queue
 
     def submit(self, item: Item, check: Callable[[int], None]) -> None:
-        """Put an arrival if `check`, which is told how many are in the queue, does not raise.
+        """Queue an arrival unless `check`, called with the number of those queued, raises.
 
         Raises ClosedError after `close`, and what `check` raises. No other arrival comes or leaves meanwhile.
         """
@@ -49,14 +49,14 @@ class Inbox(Generic[Item]):
             self._queue.put(arrive)
 
     def put(self, action: Action) -> None:
-        """Have an action run. Raises ClosedError after `close`."""
+        """Queue an action. Raises ClosedError after `close`."""
         with self._lock:
             if self._closed:
                 raise ClosedError("the engine has ended")
             self._queue.put(action)
 
     def result_of(self, action: Callable[[], T]) -> Future[T]:
-        """Have an action run and return its future; one that is cancelled before is not run."""
+        """Queue an action and return its future; if that is cancelled before, the action is not run."""
         result: Future[T] = Future()
 
         def act() -> None:
@@ -91,7 +91,7 @@ class Inbox(Generic[Item]):
         self._run(action)
 
     def close(self) -> None:
-        """Take nothing any more, and run what was put before."""
+        """Refuse new items, and run those that are queued."""
         with self._lock:
             self._closed = True
         self.drain()

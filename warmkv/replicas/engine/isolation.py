@@ -1,4 +1,4 @@
-"""Finding the request that a step fails with, by halves. Knows nothing of models: a step is a function of its batch."""
+"""Find the request that a step fails with, by halves. Knows nothing of models: a step is a function of its batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Isolated(Generic[Item, Result]):
-    """What came of a batch: results, and items that failed by themselves, each with its error, in any order."""
+    """The outcome of a batch: results, and items that failed alone, each with its error, in any order."""
 
     results: list[tuple[Item, Result]] = field(default_factory=list)
     failed: list[tuple[Item, Exception]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What changes logits before a token is drawn: bias, penalties, what may not be drawn, and what must (cf. vLLM)."""
+"""Change logits before a token is drawn: bias, penalties, masks and forced tokens (cf. vLLM's logits processors)."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class ModelExecutor:
     """Execute the passes of an engine, in its thread."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, buffer: StepBuffer, step_tokens: int) -> None:
-        """Prepare for passes of at most `step_tokens` of prompts beside a token of each slot, told by `buffer`.
+        """Prepare for passes of at most `step_tokens` of prompts beside a token of each slot.
 
-        Raises BatchInvarianceError as `InvariantRunner`.
+        `buffer` holds their inputs. Raises BatchInvarianceError as `InvariantRunner`.
         """
         self._model, self._config, self._buffer = model, config, buffer
         step_inputs.reserve(buffer, step_tokens, config.max_slots)
@@ -84,7 +84,7 @@ class ModelExecutor:
         return [*drawn, *tokens]
 
     def keep_drawn(self) -> None:
-        """Keep tokens on the device as of now, where the ids of a launched step name them."""
+        """Keep drawn tokens on the device from now on, where the ids of the next step refer to them."""
         most = padded_batch(self._config.max_slots)
         self.steps.drawn = torch.zeros(most, dtype=torch.int64, device=self._model.device)
 
@@ -99,7 +99,7 @@ class ModelExecutor:
     def _decode(
         self, drawing: list[Sequence], state: DecodeState, inputs: StepInputs, masks: Future[Tensor] | None
     ) -> list[int]:
-        """Run the model for what decodes, and draw."""
+        """Run a decode step and sample."""
         count = len(drawing)
         processed, kept = any(sequence.processor for sequence in drawing), self.watch_logits is not None
         logits, tokens = self.steps.decode(self.forward, state, inputs, processed=processed, kept=kept)
@@ -107,7 +107,7 @@ class ModelExecutor:
         return self._draw(drawing, logits[:count], masks, draws, None if tokens is None else tokens[:count])
 
     def _begin_masks(self, sequences: Items[Sequence]) -> Future[Tensor] | None:
-        """Begin to compute what constraints rule out, beside the model; None if no sequence has one."""
+        """Begin to compute the masks of constraints beside the model; None if no sequence has one."""
         processors = [sequence.processor for sequence in sequences if sequence.processor is not None]
         matchers = [processor.matcher for processor in processors if processor.matcher is not None]
         return self._masks.begin(matchers) if matchers else None

@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop: what a step drew, for all requests at once, as text (cf. vLLM)."""
+"""Detokenize the output of a step for all requests at once, in the event loop (cf. vLLM's OutputProcessor)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Output:
         self.end: Finished | Failed | None = None
 
     def fail(self, error: Exception) -> None:
-        """End the answer: nobody hears it any more, or there is none."""
+        """End the answer with an error."""
         if not self.ended.done():
             self.ended.set_exception(error)
             self.ended.exception()  # whoever awaits it gets it all the same
@@ -76,7 +76,7 @@ class Output:
             self.end = event
 
     def tell(self) -> bool:
-        """Deliver what was taken; returns whether there was any text."""
+        """Deliver what was taken; return True if there was text."""
         stop, end = self.detokenizer.stopped_by, self.end
         if stop is not None:
             end = Finished("stop", self.num_output_tokens, stop)
@@ -103,9 +103,9 @@ class Output:
 
 
 class OutputProcessor:
-    """Makes the events of every part of a step, as one callback in the event loop it is made in.
+    """Turn the output of each part of a step into events, in one callback of the event loop it is made in.
 
-    An answer with nothing to say for `beat_seconds` gives a sign of life, if the engine's thread has turned.
+    An answer that has been silent for `beat_seconds` sends Alive if the engine's thread has turned.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, beat_seconds: float) -> None:
@@ -140,7 +140,7 @@ class OutputProcessor:
         return output
 
     def cancel(self, output: Output) -> None:
-        """Stop listening; what has not ended is stopped."""
+        """Stop listening, and abort the request if it has not ended."""
         if output in self._outputs:
             del self._outputs[output]
             if output.end is None:
@@ -149,7 +149,7 @@ class OutputProcessor:
             output.ended.cancel()
 
     def _flush(self) -> None:
-        """Hand over what was emitted. For the engine's thread."""
+        """Send emitted events to the event loop. For the engine's thread."""
         if self._emitted:
             emitted, self._emitted = self._emitted, []
             if not self._loop.is_closed():

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Hold a step that was launched, and what waits for its tokens."""
+    """A step that was launched: its sequences, and what reads their tokens."""
 
     sequences: list[Sequence]
     read: Callable[[], list[int]]
@@ -54,10 +54,10 @@ class Overlap:
         return self._in_flight is not None
 
     def advance(self) -> bool:
-        """Launch a step of all that decode, then deliver the tokens of the one before; return False if none was.
+        """Launch the next decode step, then deliver the tokens of the one before; return False if none is launched.
 
-        None is launched where the host has to see a token first: for constraints, penalties, log-probabilities, answers
-        that are resumed, and streams whose keys are turned back.
+        None is where the host has to see a token first: for constraints, penalties, log-probabilities, resumed answers,
+        and streams whose keys are turned back.
         """
         if self._begun is not None:  # it goes on first
             return False
@@ -146,7 +146,7 @@ class Overlap:
 
 
 def begin_read(tokens: Tensor) -> Callable[[], list[int]]:
-    """Begin to copy tokens to the host, and return what waits for them."""
+    """Begin to copy tokens to the host; return a function that waits for them."""
     if tokens.device.type != "cuda":
         return tokens.clone().tolist
     host = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True)

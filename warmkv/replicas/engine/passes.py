@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What the model computes at once: chunks of prompts, then a token each of the sequences of a decode step."""
+    """One forward pass: chunks of prompts, then a token of each sequence of a decode step."""
 
     prompts: Items[Sequence]  # whose chunks have begun
     decoding: Items[Sequence] = ()
@@ -35,7 +35,7 @@ class Pass:
 
     @property
     def ending(self) -> list[Sequence]:
-        """Return the prompts of which this is the last chunk."""
+        """Return the prompts whose last chunk this is."""
         return [sequence for sequence in self.prompts if sequence.workspace.ends]
 
     def ids(self) -> list[int]:
@@ -96,11 +96,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PassOutcome:
-    """What came of a step: tokens, NO_TOKEN of prompts that go on; who failed with which error, and who was shed."""
+    """The outcome of a step: tokens (NO_TOKEN of prompts that go on), failures with their errors, shed requests."""
 
     tokens: list[tuple[Sequence, int]] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
-    left: list[Sequence] = field(default_factory=list)
+    shed: list[Sequence] = field(default_factory=list)
 
 
 def run(
@@ -111,23 +111,23 @@ def run(
     *,
     max_context: int,
     inv_freq: Tensor,
-    leave: Callable[[Sequence, Exception], None],
+    shed: Callable[[Sequence, Exception], None],
     retrying: Callable[[], None],
     begun: DecodeState | None = None,
 ) -> PassOutcome:
     """Compute the chunks that prompts have begun, and draw a token for every sequence that decodes, in one pass.
 
-    If that fails, each prompt and the sequences that decode go on with the same step apart, and of these the halves,
-    down to those that fail alone. If memory runs out for the sequences that decode, or for a prompt alone, the youngest
-    are ended by `leave` until it suffices. `retrying` is called before a part is computed again. `compute` returns a
-    token of every prompt and sequence of a pass. `begun` is a step of what decodes that failed before. Raises errors
-    after which the device cannot be used any more.
+    If that fails, each prompt and the sequences that decode go on with the same step apart, the latter in halves, down
+    to those that fail alone. If memory runs out for the sequences that decode, or for a prompt alone, `shed` ends the
+    youngest until the rest fits. `retrying` is called before a part is computed again. `compute` returns a token of
+    every prompt and sequence of a pass. `begun` is a decode step that failed when it was launched. Raises errors after
+    which the device cannot be used any more.
     """
     outcome = PassOutcome()
 
     def end(sequence: Sequence, error: Exception) -> None:
-        outcome.left.append(sequence)
-        leave(sequence, error)
+        outcome.shed.append(sequence)
+        shed(sequence, error)
 
     # Steps that were begun, by the slots in them.
     steps: dict[Slot, DecodeState] = dict.fromkeys(begun.slots, begun) if begun is not None else {}
@@ -147,7 +147,7 @@ def run(
         if state is None:
             state = DecodeState(pool, slots, inv_freq)
         elif state.slots != slots:
-            state = state.part(slots)
+            state = state.subset(slots)
         steps.update(dict.fromkeys(slots, state))
         return state
 
@@ -163,14 +163,14 @@ def run(
         slots = [sequence.slot for sequence in others if sequence.slot is not None]
         return compute(Pass(chunks, others, decode_state(slots) if slots else None))
 
-    def shed(batch: Items[Sequence], error: Exception) -> Sequence:
+    def shed_youngest(batch: Items[Sequence], error: Exception) -> Sequence:
         youngest = max(batch, key=lambda sequence: sequence.arrived)
         end(youngest, error)
         return youngest
 
     batch = [*prompts, *decoding.values()]
     if batch:
-        isolated = isolate(batch, next_tokens, lambda: empty_cache(inv_freq.device), shed, _apart)
+        isolated = isolate(batch, next_tokens, lambda: empty_cache(inv_freq.device), shed_youngest, _apart)
         outcome.failed.extend(isolated.failed)
         for sequence, token in isolated.results:
             draws = sequence.prefill is None or (sequence.prefill.is_computed and sequence.request.sampling.max_tokens)
@@ -182,7 +182,7 @@ def run(
 
 
 def _apart(batch: Items[Sequence]) -> list[list[Sequence]]:
-    """Return the parts of a pass that can be computed apart: each prompt, and what decodes."""
+    """Split a pass into what can be computed apart: each prompt, and the sequences that decode."""
     decoding = [sequence for sequence in batch if sequence.prefill is None]
     prompts = [[sequence] for sequence in batch if sequence.prefill is not None]
     return [decoding, *prompts] if decoding else prompts

@@ -1,4 +1,4 @@
-"""A short prompt and a token that tell a device which fails from a request that does."""
+"""Run a prompt and a token known to be sound, to tell a device that fails from a request that does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = 16
 
 
 def works(model: LoadedModel, pool: SlotPool, forward: Forward, limit: int) -> bool:
-    """Tell whether a device computes what is known to be sound. Raises errors after which it never will again."""
+    """Return True if the device computes a request known to be sound. Raises errors after which it never will again."""
     try:
         probe(model, pool, forward, limit)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""A prompt from the queue to its decode slot: warm blocks attached, computed in chunks, stored, compressed.
+"""Take a prompt from the queue to its decode slot: attach warm blocks, compute chunks, store, compress.
 
-Prefixes are stored whole, for whoever begins alike; what its own slot keeps is the request's policy's choice.
+Prefixes are stored uncompressed, for others to share; the request's policy selects what its own slot keeps.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """What came of a prompt for the client to know."""
+    """What a hand-off tells the client."""
 
     match: WarmPrefix
     written: int  # position of the highest mark that is stored
     kept_tokens: int  # of a layer and KV head, on average
 
     def started(self, sequence: Sequence, replica: str, now: float) -> Started:
-        """Return what the client is told of it."""
+        """Return the Started event of a sequence."""
         return Started(
             replica=replica,
             hit=self.match.hit,
@@ -49,7 +49,7 @@ class HandOff:
 
 @dataclass(frozen=True, slots=True)
 class Compressions:
-    """What became of the prompts that were handed over so far, by one policy."""
+    """Totals of the hand-offs under one policy so far."""
 
     prompts: int = 0
     tokens: int = 0  # of the prompts
@@ -76,24 +76,24 @@ class Prompts:
     classes: TokenClasses | None = None
     compressed: dict[str, Compressions] = field(default_factory=dict)  # by the name of the policy
 
-    def policy_of(self, request: GenerateRequest) -> Method:
-        """Return what compresses a request. Raises UnservableRequestError if the model does not go with it."""
-        policy = compression.build(
+    def method_of(self, request: GenerateRequest) -> Method:
+        """Build the compression method of a request. Raises UnservableRequestError if the model does not support it."""
+        method = compression.build(
             budgets.in_force(request.policy, len(request.token_ids), request.sampling.max_tokens)
         )
-        if policy.rotates and not self.model.fixed_rotation:
+        if method.rotates and not self.model.fixed_rotation:
             raise UnservableRequestError(f"{request.policy.name} cannot rotate the keys of this model's embedding")
-        multiple = policy.spec.storage_format.head_dim_multiple
+        multiple = method.spec.storage_format.head_dim_multiple
         if self.model.kv_shape.head_dim % multiple:
             raise UnservableRequestError(
-                f"storage {policy.spec.storage} needs a head_dim that is a multiple of {multiple}, "
+                f"storage {method.spec.storage} needs a head_dim that is a multiple of {multiple}, "
                 f"this model has {self.model.kv_shape.head_dim}"
             )
-        return policy
+        return method
 
     def look_up(self, sequence: Sequence, now: float) -> None:
-        """Find what is warm of a prompt, now that it is its turn: what came before it in the queue is stored by now."""
-        request, spec, tokens = sequence.request, sequence.policy.spec, sequence.prompt_tokens
+        """Look up an admitted prompt's warm prefix: what came before it in the queue is stored by now."""
+        request, spec, tokens = sequence.request, sequence.method.spec, sequence.prompt_tokens
         sequence.admitted = now
         most = tokens - min(tokens, budgets.recomputed_tokens(spec, tokens))
         sums = budgets.needs_column_sums(spec, tokens)
@@ -103,11 +103,11 @@ class Prompts:
             sequence.match = self.store.match(request.hashes, request.reads, most, sums=sums)
 
     def attach(self, sequence: Sequence, *, others_decode: bool) -> bool:
-        """Copy what is warm of a prompt to its workspace, a part if others wait; return True once all is there."""
+        """Copy a prompt's warm blocks to its workspace, a part if others decode; return True once all are there."""
         if sequence.prefill is not None:
             return True
         if sequence.attaching is None:
-            specs = [sequence.policy.spec]
+            specs = [sequence.method.spec]
             sequence.attaching = self.model.prefill_state(sequence.request.token_ids, specs, self.classes)
         prompt, match = sequence.attaching, sequence.match
         assert match is not None
@@ -122,26 +122,26 @@ class Prompts:
         return True
 
     def begin_chunk(self, sequence: Sequence, tokens: int) -> None:
-        """Prepare to compute at most so many tokens, behind what is warm or was computed before."""
+        """Begin the next chunk, of at most `tokens` tokens."""
         prompt = sequence.workspace
         start, end = prompt.computed, min(prompt.computed + tokens, prompt.tokens)
         end = min([end, *(position for position in self._summed_positions(sequence, prompt) if position > start)])
         prompt.begin_chunk(end - start)
 
     def keep_sums(self, sequence: Sequence) -> None:
-        """Copy the column sums at the end of a chunk for the store, if a later prompt can go on from there."""
+        """Copy the column sums at the end of a chunk for the store, where a later prompt can resume."""
         prompt = sequence.workspace
         if prompt.column_sums is not None and prompt.computed in self._summed_positions(sequence, prompt):
             sequence.column_sums[prompt.computed] = prompt.column_sums[..., : prompt.computed].clone()
 
     def _summed_positions(self, sequence: Sequence, prompt: PrefillState) -> list[int]:
-        """Return where a later prompt can go on with this one's column sums."""
+        """Return the positions at which a later prompt can resume with this one's column sums."""
         if prompt.column_sums is None or not self.store.enabled:
             return []
         return sum_positions(prompt.tokens, self.store.block_size, sequence.request.marks)
 
     def hand_off(self, sequence: Sequence, room: int) -> HandOff:
-        """Keep the prefix for others whole, compress this request's own copy.
+        """Store the prefix uncompressed, and compress this request's own copy into its slot.
 
         Slots may take `room` bytes.
         """
@@ -160,10 +160,10 @@ class Prompts:
         )
         sequence.column_sums = {}
         self.release(sequence)
-        kept = budgets.kept_tokens(sequence.policy.spec, prompt.tokens)
+        kept = budgets.kept_tokens(sequence.method.spec, prompt.tokens)
         if sequence.slot is not None:
             begun = self.store.clock()
-            selections = sequence.policy.select(prompt)
+            selections = sequence.method.select(prompt)
             sequence.slot.limit = room
             kept = self.pool.fill(sequence.slot, prompt, selections, self.store.on_device(request.hashes))
             self._count(sequence, kept, self.store.clock() - begun)
@@ -173,7 +173,7 @@ class Prompts:
     def _count(self, sequence: Sequence, kept: int, seconds: float) -> None:
         """Count a prompt that was compressed."""
         assert sequence.slot is not None
-        tokens, name = sequence.prompt_tokens, sequence.policy.spec.name
+        tokens, name = sequence.prompt_tokens, sequence.method.spec.name
         whole = (tokens + sequence.request.sampling.max_tokens) * self.model.kv_shape.token_bytes
         one = Compressions(1, tokens, kept, whole, sequence.slot.resident_bytes, seconds)
         self.compressed[name] = self.compressed.get(name, Compressions()).plus(one)
@@ -198,7 +198,7 @@ class Prompts:
             log.exception("the blocks of %s could not be kept", request.id)
 
     def release(self, sequence: Sequence) -> None:
-        """Let go what a request found warm."""
+        """Unpin the warm prefix of a request."""
         match, sequence.match = sequence.match, None
         if match is not None:
             self.store.release(match)

@@ -1,4 +1,4 @@
-"""Who is computed when: fair among tenants, admitted when slot and workspace fit, within the tokens of a step."""
+"""Schedule requests: fair among tenants, admitted when slot and workspace fit, within the tokens of a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Sequence:
     """A request on its way through the engine."""
 
     request: GenerateRequest
-    policy: Method
+    method: Method
     emit: Emit
     arrived: float
     random: np.random.Generator
@@ -86,12 +86,12 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Return True if log-probabilities of its prompt are wanted: what is cached has no logits and is not read."""
+        """Return True if log-probabilities of its prompt are wanted: cached KV has no logits and is not used."""
         return self.request.sampling.prompt_logprobs is not None
 
     @property
     def scored(self) -> range:
-        """Return the positions of its chunk whose logits tell log-probabilities of the prompt's tokens."""
+        """Return the positions of its chunk whose logits give the prompt's log-probabilities."""
         chunk = self.workspace.chunk
         return range(chunk.start, min(chunk.stop, self.prompt_tokens - 1)) if self.is_scored else range(0)
 
@@ -110,9 +110,9 @@ class Sequence:
 
     @property
     def slot_request(self) -> SlotRequest | None:
-        """Return what its slot must hold; None if it draws at most the token that follows from the prompt itself."""
+        """Return the request for its slot; None if it draws at most the token that follows from the prompt itself."""
         new = self.request.sampling.max_tokens
-        return SlotRequest(self.policy.spec, self.prompt_tokens, new) if new > 1 else None
+        return SlotRequest(self.method.spec, self.prompt_tokens, new) if new > 1 else None
 
 
 @dataclass(slots=True)
@@ -135,11 +135,8 @@ class Scheduler:
     preempted: int = 0  # requests set aside so far
     completions: Completions = field(default_factory=Completions)
 
-    def check(self, sequence: Sequence, arriving: int) -> None:
-        """Raise UnservableRequestError if the request can never be admitted, QueueFullError if too many wait.
-
-        `arriving` requests are on their way to the queue.
-        """
+    def validate(self, sequence: Sequence) -> None:
+        """Raise UnservableRequestError if a request is malformed or exceeds the context."""
         tokens, new = sequence.prompt_tokens, sequence.request.sampling.max_tokens
         given = (*sequence.request.token_ids, *sequence.request.resume)
         if not tokens or min(given) < 0 or max(given) >= self.vocabulary:
@@ -158,14 +155,21 @@ class Scheduler:
             raise UnservableRequestError(
                 f"{tokens} prompt tokens and max_tokens {new} exceed the context of {self.max_context} tokens"
             )
+
+    def size(self, sequence: Sequence) -> None:
+        """Set the bytes of a request's slot and workspace. Raises UnservableRequestError if they can never fit."""
+        tokens, slot_request = sequence.prompt_tokens, sequence.slot_request
         sequence.workspace_bytes = workspace_bytes(
-            sequence.policy.spec, self.shape, tokens, len(sequence.request.marks)
+            sequence.method.spec, self.shape, tokens, len(sequence.request.marks)
         )
         if slot_request is not None:
             sequence.slot_bytes = slot_bytes(slot_request.spec, self.shape, tokens, slot_request.new_tokens)
         needed = sequence.slot_bytes + sequence.workspace_bytes
         if needed > self.kv.bytes:
             raise UnservableRequestError(f"the request needs {needed} bytes of KV memory, engine.kv_bytes is {self.kv}")
+
+    def check_queue(self, sequence: Sequence, arriving: int) -> None:
+        """Raise QueueFullError if too many wait; `arriving` requests are on their way to the queue."""
         if sequence.request.resume:  # its client has a part of the answer: it was given a place elsewhere
             return
         free = self.config.max_slots - len(self.decoding) - len(self.prefilling)
@@ -174,7 +178,7 @@ class Scheduler:
             raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)", waiting, seconds)
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        """Let a request wait; its work is its prompt and what it may draw."""
+        """Queue a request; its cost is its prompt and the tokens that it may draw."""
         if not (self.waiting or self.prefilling or self.decoding):
             self.completions.begin(now)
         request, sequence.queued = sequence.request, now
@@ -209,7 +213,7 @@ class Scheduler:
         ]
 
     def _lacking(self, prompts: list[Sequence]) -> tuple[list[int], list[float]]:
-        """Return the tokens that prompts lack, and what each counts for in the next step."""
+        """Return the tokens that prompts lack, and the weight of one of each in the next step."""
         lacking, decoding = [sequence.lacking_tokens for sequence in prompts], len(self.decoding)
         contexts = [sequence.prompt_tokens - tokens for sequence, tokens in zip(prompts, lacking, strict=True)]
         return lacking, [batching.work_per_token(each, self.keys_per_token, decoding) for each in contexts]
@@ -217,7 +221,7 @@ class Scheduler:
     def admit(self, now: float) -> Sequence | None:
         """Admit the next request that gets tokens of the next step, and claim its slot; None if there is none.
 
-        What was set aside and fits again decodes at once. If it raises, the failure is that of `admitting`.
+        A preempted request that fits again decodes at once. What is raised belongs to `admitting`.
         """
         while self.waiting:
             if self._is_full and self.config.preempt_seconds is None:
@@ -241,7 +245,7 @@ class Scheduler:
         return len(self.decoding) + len(self.prefilling) >= self.config.max_slots
 
     def _waits_for_prefix(self, sequence: Sequence, free: int) -> bool:
-        """Return True if a request would fit, but a prompt in progress computes what its own prompt lacks."""
+        """Return True if a request fits, but a prompt in progress computes a prefix that it lacks."""
         needed = sequence.slot_bytes + sequence.workspace_bytes
         if not self.prefilling or not self.store.enabled or sequence.swapped or sequence.is_scored or needed > free:
             return False
@@ -250,9 +254,9 @@ class Scheduler:
         return batching.shares_prefix(hashes, self.store.leading(hashes)[1], computing)
 
     def _fits(self, sequence: Sequence, now: float, below: float, free: int) -> bool:
-        """Return True if a request has tokens, its slot and its workspace now.
+        """Return True if a request gets tokens, its slot and its workspace now.
 
-        Prompts `below` a length get tokens of the next step; `free` bytes are left if idle rows are given back.
+        Prompts `below` a length get tokens of the next step; `free` bytes remain if idle rows are given back.
         """
         if not sequence.swapped and sequence.prompt_tokens >= below:
             hashes = () if sequence.is_scored else sequence.request.hashes
@@ -266,7 +270,7 @@ class Scheduler:
         return fits
 
     def _claim(self, sequence: Sequence) -> bool:
-        """Return True if a request has its slot and its workspace now."""
+        """Claim the slot and workspace of a request; return True if it has them."""
         if self._is_full:
             return False
         if sequence.swapped:
@@ -281,10 +285,10 @@ class Scheduler:
         return False
 
     def _preempt(self, sequence: Sequence, now: float) -> bool:
-        """Set aside what holds the room for a request that has waited long enough; whether anything was.
+        """Preempt a sequence for a request that has waited long enough; return True if one was.
 
-        It is the youngest of the tenant that holds most, if that is more than the waiting one would hold: so two
-        tenants never set each other aside in turn. Every policy resumes, for its slot is copied as it is.
+        It is the youngest of the tenant that holds most, if that is more than the waiting tenant would hold: two
+        tenants never preempt each other in turn. Every policy resumes, for its slot is copied as it is.
         """
         patience, tenant = self.config.preempt_seconds, sequence.request.tenant
         if patience is None or now - sequence.queued < patience or not self.decoding:
@@ -320,7 +324,7 @@ class Scheduler:
         return next((sequence for sequence in self.everyone() if sequence.request.id == request_id), None)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its slot."""
+        """Remove a sequence from wherever it is, and free its slot."""
         self.prefilling.pop(sequence, None)
         if self.admitting is sequence:
             self.admitting = None

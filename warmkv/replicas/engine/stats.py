@@ -1,4 +1,4 @@
-"""What a replica does and holds, as one value that other threads may read."""
+"""Snapshot what a replica does and holds, as one value that other threads may read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warmkv.replicas.slots.slots import SlotPool
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What a replica is doing and holding now; bytes on its device."""
+    """Load and memory of a replica as of a step; bytes on its device."""
 
     waiting: int
     decoding: int
@@ -46,7 +46,7 @@ def snapshot(
     compressed: Mapping[str, Compressions],
     recorded_bytes: int,
 ) -> EngineStats:
-    """Collect the numbers. For the engine's thread, which changes their sources."""
+    """Take a snapshot. For the engine's thread, which changes its sources."""
     return EngineStats(
         waiting=len(scheduler.waiting),
         decoding=len(scheduler.decoding),

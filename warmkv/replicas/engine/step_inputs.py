@@ -1,4 +1,4 @@
-"""What the model and the sampler read in a pass, written to the step's buffer and uploaded with all else."""
+"""Write the inputs of the model and the sampler to the step's buffer, and upload them at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from warmkv.replicas.slots.step_buffer import StepBuffer
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Name parts of the step's buffer, which the next step writes to."""
+    """Views of the step's buffer, which the next step overwrites."""
 
     ids: Tensor  # [1, tokens]; of a pass without prompts [batch, 1], padded
     positions: Tensor  # as ids
@@ -27,13 +27,13 @@ class StepInputs:
 
 
 def reserve(buffer: StepBuffer, tokens: int, slots: int) -> None:
-    """Give a buffer room for passes of so many tokens beside one of each slot."""
+    """Reserve room in a buffer for passes of `tokens` tokens beside one of each slot."""
     most = tokens + padded_batch(slots)
     buffer.reserve(tokens=most, positions=most, places=2 * most, parameters=len(PARAMETERS) * most)
 
 
 def upload(buffer: StepBuffer, batch: Pass, drawing: Items[Sequence], sources: list[int] | None = None) -> StepInputs:
-    """Write what a pass is told, `drawing` being the sequences that a token is drawn for, and upload it all at once.
+    """Write and upload the inputs of a pass; a token is drawn for each of `drawing`.
 
     `sources` stand for the tokens of a batch of which some are on the device only (`decode_step.resolve`).
     """
@@ -44,8 +44,8 @@ def upload(buffer: StepBuffer, batch: Pass, drawing: Items[Sequence], sources: l
         pads = [0] * (batch.state.padded - len(ids))
         ids, positions = ids + pads, positions + pads
     places = batch.drawn() if batch.prompts else []
-    for part, numbers in (("tokens", ids), ("positions", positions), ("places", places)):
-        buffer.write(part)[: len(numbers)] = numbers
+    for section, numbers in (("tokens", ids), ("positions", positions), ("places", places)):
+        buffer.write(section)[: len(numbers)] = numbers
     host = parameters_of(drawing, drawn)
     if host is not None:
         buffer.write("parameters")[: host.size] = host.view(np.int64).ravel()

@@ -1,4 +1,4 @@
-"""What is compiled before the first request: the model, and the kernels that attend. Then steps are recorded."""
+"""Compile the model and the attention kernels before the first request, then record decode steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def compile_kernels(
     storages = [
         name
         for name in dict.fromkeys(("model", first, *STORAGES))
-        if kernels.reads(STORAGES[name], model.dtype, device) and head_dim % STORAGES[name].head_dim_multiple == 0
+        if kernels.supports(STORAGES[name], model.dtype, device) and head_dim % STORAGES[name].head_dim_multiple == 0
     ]
     if not storages or seconds <= 0:
         return bool(storages)

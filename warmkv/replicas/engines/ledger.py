@@ -246,8 +246,8 @@ class PrefixLedger:
                         del self._tails[before]
             self.left[TIERS[0], dropped if change.why == "dropped" else change.why] += len(run.keys)
             if change.why != "dropped":
-                is_evicted = change.why == "evicted"
-                self.residency.left(len(run.keys), run.used_at, run.since, TIERS[0], self._clock(), evicted=is_evicted)
+                now, is_evicted = self._clock(), change.why == "evicted"
+                self.residency.removed(len(run.keys), run.used_at, run.since, TIERS[0], now, evicted=is_evicted)
         self._tell(changed)
 
     def _tell(self, keys: Sequence[bytes]) -> None:

@@ -1,7 +1,7 @@
-"""Keep each slot's rows in memory of its own: where kernels attend, which find rows by address, wherever they lie.
+"""Keep each slot's rows in memory of its own, for kernels, which find rows by address.
 
-Nothing is allocated for slots to come, cleared, moved or kept when a slot leaves. Rows of all kinds and layers share
-one bookkeeping, so a step costs its host the same however many kinds there are.
+Nothing is allocated ahead, cleared, moved or kept when a slot is released. Rows of all kinds and layers share one
+bookkeeping, so a step costs its host the same however many kinds there are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Allocation:
     layers: range
     kind: RowKind
     rows: list[int]
@@ -35,13 +35,13 @@ class _Part:
 
 
 class ApartSlab(Slab):
-    """Hold rows of every kind whose entries stand alone; groups are packed slab by slab, so they lie in others."""
+    """Hold rows of every kind but those packed in groups, which are packed slab by slab and lie in other slabs."""
 
     def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(KIND, range(shape.layers), 0, shape, dtype, device)
         self.is_fused = True
         self._shape = shape
-        self._parts: dict[int, list[_Part]] = {}  # by the first row of their slot
+        self._allocations: dict[int, list[_Allocation]] = {}  # by the first row of their slot
         self._allocated = 0
         self._facts: Ints = np.zeros((2 * len(PARTS) + len(FACTS), 0), dtype=np.int64)
 
@@ -50,29 +50,29 @@ class ApartSlab(Slab):
         return self._allocated
 
     def bytes_of(self, rows: Sequence[int]) -> int:
-        return sum(self._part_bytes(part) for part in self._parts[rows[0]])
+        return sum(self._bytes_of_one(one) for one in self._allocations[rows[0]])
 
-    def _part_bytes(self, part: _Part) -> int:
-        return row_bytes(part.kind, self._shape) * len(part.rows) * len(part.layers)
+    def _bytes_of_one(self, one: _Allocation) -> int:
+        return row_bytes(one.kind, self._shape) * len(one.rows) * len(one.layers)
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for parts in self._parts.values() for part in parts for tensor in part.memory.tensors()]
+        return [tensor for slot in self._allocations.values() for one in slot for tensor in one.memory.tensors()]
 
     def pieces(self, rows: Sequence[int]) -> list[Piece]:
         return [
-            Piece(part.layers, part.kind, self.state, part.rows, part.memory, list(range(len(part.rows))))
-            for part in self._parts[rows[0]]
+            Piece(one.layers, one.kind, self.state, one.rows, one.memory, list(range(len(one.rows))))
+            for one in self._allocations[rows[0]]
         ]
 
     def facts(self) -> Ints:
         return self._facts
 
     def free_rows(self) -> list[int]:
-        """Return none: they take no memory, and only `take_rows` gives them to a slot."""
+        """Return none: free rows take no memory, and only `take_rows` gives them to a slot."""
         return []
 
     def take_rows(self, owner: int, wanted: Sequence[Wanted]) -> list[int]:
-        """Allocate rows for a slot and return them; the table of rows may be another one then.
+        """Allocate and return rows for a slot; the table of rows may be replaced.
 
         Nothing has changed if memory runs out.
         """
@@ -81,20 +81,20 @@ class ApartSlab(Slab):
             for layers, kind, heads in wanted
         ]
         rows = self._free(sum(len(heads) for _, _, heads in wanted))
-        parts: list[_Part] = []
+        allocations: list[_Allocation] = []
         for (layers, kind, heads), memory in zip(wanted, memories, strict=True):
-            first = sum(len(part.rows) for part in parts)
+            first = sum(len(one.rows) for one in allocations)
             mine = rows[first : first + len(heads)]
             self.state.owner[mine], self.state.head[mine] = owner, heads
             self.state.become(mine, kind)
             self._facts[:, mine] = facts(kind, layers, memory, len(mine))
-            parts.append(_Part(layers, kind, mine, memory))
-        self._parts[rows[0]] = parts
+            allocations.append(_Allocation(layers, kind, mine, memory))
+        self._allocations[rows[0]] = allocations
         self._allocated += self.bytes_of(rows)
         return rows
 
     def _free(self, count: int) -> list[int]:
-        """Return so many free rows; there are twice as many rows whenever they do not suffice."""
+        """Return `count` free rows; the table doubles if they do not suffice."""
         free: list[int] = np.flatnonzero(self.state.owner == FREE).tolist()
         if len(free) < count:
             more = max(LEAST_ROWS, self.rows, count - len(free))
@@ -107,5 +107,5 @@ class ApartSlab(Slab):
     def release(self, rows: Sequence[int]) -> None:
         """Free the rows of a slot, and their memory."""
         self._allocated -= self.bytes_of(rows)
-        del self._parts[rows[0]]
+        del self._allocations[rows[0]]
         self.state.free(rows)

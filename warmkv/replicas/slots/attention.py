@@ -27,7 +27,7 @@ def attend_rows(
     K and V are not repeated: the query heads of a group take the place of the query length. Sinks are [n, group].
     """
     scale = softmax.scale
-    if not softmax.is_plain:
+    if not softmax.is_standard:
         logits = cap((query.float() * scale) @ keys.float().transpose(1, 2), softmax.softcap)
         weights = weigh(logits if bias is None else logits + bias[:, None], softmax.sinks)
         return weights.to(query.dtype) @ values
@@ -87,25 +87,25 @@ def attend_packed(
     return out, shares
 
 
-def attend_pages(
+def attend_segments(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     lowest: Tensor,
     highest: Tensor,
     lengths: Tensor,
-    reads: Tensor,
+    read_limits: Tensor,
     channels: Tensor,
     most: int,
     softmax: Softmax,
 ) -> Tensor:
     """Attend q [n, group, d] to the most promising of keys and values [n, C, d] (RocketKV's second stage).
 
-    lowest, highest [n, C / page, d] are the element-wise bounds of each page's keys, lengths [n] the entries in use,
-    reads [n] how many entries each row may read, at most `most`, and channels [n] how many its choice goes by.
+    lowest, highest [n, C / segment, d] are the element-wise bounds of each segment's keys, lengths [n] the entries in
+    use, read_limits [n] how many each row may read, at most `most`, and channels [n] how many its choice goes by.
     """
     capacity = keys.shape[1]
-    entries = choose_entries(query, lowest, highest, lengths, reads, channels, capacity, most, softmax.scale)
+    entries = choose_entries(query, lowest, highest, lengths, read_limits, channels, capacity, most, softmax.scale)
     index = entries.clamp(max=capacity - 1)[..., None].expand(-1, -1, keys.shape[2])
     bias = query.new_zeros(entries.shape).masked_fill_(entries == capacity, float("-inf"))
     return attend_rows(query, keys.gather(1, index), values.gather(1, index), bias, softmax)
@@ -116,20 +116,20 @@ def choose_entries(
     lowest: Tensor,
     highest: Tensor,
     lengths: Tensor,
-    reads: Tensor,
+    read_limits: Tensor,
     channels: Tensor,
     capacity: int,
     most: int,
     scale: float,
 ) -> Tensor:
-    """Return the entries that each row reads, int64 [n, at least `most`], filled up with `capacity`. As `attend_pages`.
+    """Return the entries that each row reads, int64 [n, at least `most`], padded with `capacity`.
 
-    The attention of every query head on every page is estimated from the channels where |q| is largest over the group,
-    by the greatest key of the page where the group's queries sum to a positive number and the least one elsewhere; the
-    scale makes up for the channels left out. Entries of the pages with the most attention, on average over the group,
-    are read (arXiv 2502.14051, section 3.3).
+    The attention of every query head on every segment is estimated from the channels where |q| is largest over the
+    group, by the greatest key of the segment where the group's queries sum to a positive number and the least one
+    elsewhere; the scale makes up for the channels left out. Entries of the segments with the most attention, on average
+    over the group, are read (arXiv 2502.14051, section 3.3). Arguments as of `attend_segments`.
     """
-    size, page = query.float().abs(), capacity // lowest.shape[1]
+    size, segment = query.float().abs(), capacity // lowest.shape[1]
     order = size.sum(dim=1).argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(query.shape[2], device=query.device).expand_as(order)
@@ -138,16 +138,16 @@ def choose_entries(
     positive = query.float().sum(dim=1, keepdim=True) > 0
     logits = (part * positive) @ highest.transpose(1, 2) + (part * ~positive) @ lowest.transpose(1, 2)
     seen = part.float().abs().sum(dim=-1, keepdim=True) / size.sum(dim=-1, keepdim=True).clamp(min=1e-30)
-    in_use = (lengths[:, None] - torch.arange(0, capacity, page, device=query.device)).clamp(0, page)[:, None]
-    # One logit stands for all entries of its page.
+    in_use = (lengths[:, None] - torch.arange(0, capacity, segment, device=query.device)).clamp(0, segment)[:, None]
+    # One logit stands for all entries of its segment.
     shares = (logits.float() * scale * seen.clamp(min=1e-30).rsqrt() + in_use.log()).softmax(dim=-1) / in_use
     score = shares.mean(dim=1).masked_fill(in_use[:, 0] == 0, -1.0)
-    pages = score.argsort(dim=-1, descending=True, stable=True)[
-        :, : -(-most // page) + 1
+    segments = score.argsort(dim=-1, descending=True, stable=True)[
+        :, : -(-most // segment) + 1
     ]  # the newest may be part full
-    entries = (pages[..., None] * page + torch.arange(page, device=query.device)).flatten(1)
+    entries = (segments[..., None] * segment + torch.arange(segment, device=query.device)).flatten(1)
     used = entries < lengths[:, None]
-    return torch.where(used & (used.cumsum(dim=1) <= reads[:, None]), entries, capacity)
+    return torch.where(used & (used.cumsum(dim=1) <= read_limits[:, None]), entries, capacity)
 
 
 def sum_heads(received: Tensor, kv_heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The layout of a decode step in one slab, made once for all its layers, and how far the step has got in each."""
+"""Attention metadata of a decode step in one slab, shared by its layers, and the step's progress in each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T", Ints, Tensor)
 
 
 class RowMetadata(NamedTuple, Generic[T]):
-    """What rows need to know in a step, each int64 [n]: on the host, or on the device."""
+    """Attention metadata of rows in one decode step (cf. vLLM), each int64 [n], on the host or the device."""
 
     entries: T  # where each row's new token goes (of front and tail, where there are any)
     lengths: T  # entries in use, the new token included
@@ -26,7 +26,7 @@ class RowMetadata(NamedTuple, Generic[T]):
     oldest: T  # age above which entries are recent
     early: T  # age below which entries are protected
     rerotated: T  # positions by which sinks are rotated on
-    reads: T  # entries that may be read, where pages are chosen
+    read_limit: T  # entries that may be read, where segments are chosen
     channels: T  # channels by which they are chosen
     source: T  # (sequence, KV head) of the row, counted through; 0 if idle
     target: T  # the same, with idle rows sent to a place of their own
@@ -34,15 +34,15 @@ class RowMetadata(NamedTuple, Generic[T]):
 
 @dataclass(slots=True)
 class Progress:
-    """What a step has done in one layer of a slab. A step that fails later is repeated without doing that again."""
+    """What a step has done in one layer of a slab, which a retry skips."""
 
     entries: Tensor | None = None  # [n] where the new tokens go
-    attended: bool = False  # bounds of pages and scores have the new tokens
+    attended: bool = False  # bounds of segments and scores have the new tokens
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What a slab does in a decode step, made once for all its layers, n rows."""
+    """Attention metadata of n rows of a slab in one decode step, shared by its layers."""
 
     numbers: RowMetadata[Tensor]
     rows: Tensor  # [n] 0..n-1
@@ -52,9 +52,9 @@ class AttentionMetadata:
     dtype: torch.dtype
     uncompressed_tail: Tensor | None  # bool [n, front + tail] what is seen of them
     angles: Tensor | None  # [n, head_dim / 2] by how much sinks are rotated on
-    most_reads: int
+    most_read: int
     alone: Sequence[tuple[int, int, int]] | None = None
-    """Rows in the batch that are attended one by one, each with its reach and reads; None: all at once."""
+    """Rows in the batch that are attended one by one, each with its reach and read limit; None: all at once."""
     progress: dict[int, Progress] = field(default_factory=dict)  # by layer
 
     @property
@@ -65,7 +65,7 @@ class AttentionMetadata:
     def bias(self) -> Tensor | None:
         """Return [n, reach + front + tail] 0 where an entry is seen, -inf elsewhere; None if all are.
 
-        Made when it is first asked for: where a kernel for CPUs attends the rows, nobody does.
+        Computed on first use: where a kernel for CPUs attends the rows it is never needed.
         """
         if not self.masked:
             return None
@@ -76,7 +76,7 @@ class AttentionMetadata:
         return torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
     def take(self, failed: AttentionMetadata) -> None:
-        """Go on where a step failed that had at least these rows."""
+        """Take over the progress of a failed step that had at least these rows."""
         for layer, done in failed.progress.items():
             entries = None if done.entries is None else done.entries[: self.used]
             self.progress[layer] = Progress(entries, done.attended)

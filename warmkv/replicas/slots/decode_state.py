@@ -1,4 +1,4 @@
-"""One decode step over many slots: all rows advance together, and layers attend by kernels or slab by slab."""
+"""One decode step over many slots: all rows advance together; layers attend by kernels or slab by slab."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from warmkv.replicas.slots.slots import SlotPool
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What one slab does in a step."""
+class _SlabStep:
+    """One slab's part of a step."""
 
     slab: Slab
     step: AttentionMetadata
@@ -43,8 +43,8 @@ class _Part:
 class DecodeState:
     """One decode step over `slots`, in their order in the batch.
 
-    If planning it raises, nothing has changed. If the model does, `part` goes on with the same step for some of its
-    slots: rows have advanced once, and no layer does again what it has done (`attention_metadata.Progress`).
+    Nothing has changed if planning raises. If the model does, `subset` continues the same step for some of the slots:
+    rows advance once, and no layer repeats what it has done (`attention_metadata.Progress`).
     """
 
     def __init__(self, pool: SlotPool, slots: Sequence[Slot], inv_freq: Tensor) -> None:
@@ -71,26 +71,26 @@ class DecodeState:
         for slot in slots:
             slot.tokens += 1
 
-    def part(self, slots: Sequence[Slot]) -> DecodeState:
-        """Return the same step for some of its slots, after it failed; if this fails, too, it has parts likewise."""
+    def subset(self, slots: Sequence[Slot]) -> DecodeState:
+        """Return the failed step for some of its slots; it may fail and be subset again."""
         rest = object.__new__(DecodeState)
         rest._pool, rest._inv_freq = self._pool, self._inv_freq
         rest._spans = _spans(self._pool.slabs)
         rest._tokens, rest._dues, rest._done = self._tokens, self._dues, self._done
         rest._packed = {group: set(layers) for group, layers in self._packed.items()}
         rest._launched = {launch: replace(progress) for launch, progress in self._launched.items()}
-        rest._plan(slots, {part.slab: part.step for parts in self._parts.values() for part in parts})
+        rest._plan(slots, {each.slab: each.step for layer in self._slab_steps.values() for each in layer})
         return rest
 
     def _in_batch(self, slots: Sequence[Slot]) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], Bools]:
-        """Return the place in the batch of every row's slot, -1 if it is not there; and whether it is."""
+        """Return the batch index of every row's slot, -1 if it is not in the batch, and a mask of those that are."""
         batch = np.full(max(self._pool.slots, default=0) + 2, -1, dtype=np.int64)  # by slot id; FREE: none
         batch[[slot.id for slot in slots]] = np.arange(len(slots))
         at = batch[self._pool.rows.owner]
         return at, at >= 0
 
     def _plan(self, slots: Sequence[Slot], failed: Mapping[Slab, AttentionMetadata]) -> None:
-        """Lay out the step for these slots, whose rows have advanced; `failed` are steps to go on with."""
+        """Plan the step of slots whose rows have advanced; `failed` are metadata of a step to continue."""
         pool = self._pool
         at, active = self._in_batch(slots)
         # Positions that the model sees [batch].
@@ -118,7 +118,7 @@ class DecodeState:
                 if isinstance(slab, PagedSlab):
                     pages[:, span] = slab.written(self._done.entries[span])
             self._tables.take(pool.rows, self._done, active, ages, shifts, pages)
-        self._parts: dict[int, list[_Part]] = {layer: [] for layer in range(pool.shape.layers)}
+        self._slab_steps: dict[int, list[_SlabStep]] = {layer: [] for layer in range(pool.shape.layers)}
         self._plain: dict[int, PlainRows] = {}  # of slabs of the layers, those that one call may attend
         if in_slabs:
             self._plan_slabs(at, active, ages, shifts, failed)
@@ -126,7 +126,7 @@ class DecodeState:
     def _plan_slabs(
         self, at: Ints, active: Bools, ages: Ints, shifts: Ints, failed: Mapping[Slab, AttentionMetadata]
     ) -> None:
-        """Lay out what the slabs do that kernels do not read."""
+        """Plan the rows that kernels do not support."""
         state, done = self._pool.rows, self._done
         index = at * self._pool.shape.kv_heads + state.head
         lengths = np.where(active, done.lengths, 1)
@@ -139,7 +139,7 @@ class DecodeState:
             oldest=ages - state.recent,
             early=state.protected,
             rerotated=np.where(active, ages - shifts + 1 - lengths, 0),
-            reads=np.maximum(state.reads, 1),
+            read_limit=np.maximum(state.read_limit, 1),
             channels=np.maximum(state.channels, 1),
             source=np.where(active, index, 0),
             target=np.where(active, index, self._rows),
@@ -164,14 +164,14 @@ class DecodeState:
             if slab in failed:
                 step.take(failed[slab])
             others = np.flatnonzero(sit_out[of])
-            part = _Part(
+            slab_step = _SlabStep(
                 slab,
                 step,
                 whole=step.used == self._rows and bool((host.target[of] == np.arange(self._rows)).all()),
                 others=torch.from_numpy(others).to(device) if len(others) else None,
             )
             for layer in slab.layers:
-                self._parts[layer].append(part)
+                self._slab_steps[layer].append(slab_step)
             if cpu_attention.is_loaded() and slab.is_plain and not self._pool.batch_invariant:
                 rows = used + span.start
                 own = SlabRows(slab, used, host.entries[rows], host.lengths[rows], index[rows])
@@ -185,9 +185,9 @@ class DecodeState:
             self._plain[layer] = made[name]
 
     def begin(self) -> None:
-        """Upload what the step is told, and pack the groups that leave their tails, in all layers at once.
+        """Upload the step's inputs, and pack full groups of the tails, in all layers at once.
 
-        `attend` does so if nobody has.
+        `attend` does so if it was not called.
         """
         self._pool.buffer.upload()
         while self._packing:
@@ -197,22 +197,22 @@ class DecodeState:
 
     @property
     def key(self) -> Hashable | None:
-        """Return what the launches of a step depend on, with which it may be replayed; None if it may not be.
+        """Return the key under which the step may be recorded and replayed; None if it may not be.
 
-        That is a step which has not begun, of which kernels attend all.
+        It may if it has not begun and kernels attend all of its rows.
         """
-        if self._launched or any(self._parts.values()):
+        if self._launched or any(self._slab_steps.values()):
             return None
         return self.padded, self._tables.key, self._tables.places
 
     def restart(self) -> None:
-        """Take a step for one that has not begun: what was launched was recorded only."""
+        """Reset the step: its launches were only recorded."""
         self._launched.clear()
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attend q [batch, q_heads, 1, head_dim] to k and v [batch, kv_heads, 1, head_dim]; returns the shape of q.
 
-        The batch is that of the slots, or `padded`: the output of sequences that pad it is zeros.
+        The batch has one sequence per slot, or `padded`, of which padding gets zeros.
         """
         self.begin()
         if not (batches := self.batches[layer]):
@@ -224,38 +224,38 @@ class DecodeState:
             progress = self._launched.setdefault((layer, batch.storage.name, own), LaunchProgress())
             given = query[:, :, 0], key[:, :, 0], value[:, :, 0]
             kernels.attend(batch, self._tables, layer, *given, softmax, out, progress)
-        if self._parts[layer]:
+        if self._slab_steps[layer]:
             return self._attend_slabs(layer, query, key, value, softmax, out)
         return out[: len(query) * heads].view(query.shape)
 
     def _attend_slabs(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, out: Tensor | None
     ) -> Tensor:
-        """Attend what kernels do not read, slab by slab; `out` [rows + 1, group, head_dim] has the other rows."""
+        """Attend rows that kernels do not support, slab by slab; `out` [rows + 1, group, head_dim] has the others."""
         head_dim = query.shape[-1]
         queries = query.reshape(self._rows, -1, head_dim)  # query heads of a group are neighbours
         keys, values = key.reshape(self._rows, head_dim), value.reshape(self._rows, head_dim)
         if (sinks := softmax.sinks) is not None:  # of the query heads of every row
             softmax = replace(softmax, sinks=sinks.view(-1, queries.shape[1]).repeat(len(query), 1))
-        parts, plain = self._parts[layer], self._plain.get(layer)
-        if plain is not None and softmax.is_plain and cpu_attention.takes_rows(queries, keys, values):
+        slab_steps, plain = self._slab_steps[layer], self._plain.get(layer)
+        if plain is not None and softmax.is_standard and cpu_attention.takes_rows(queries, keys, values):
             if out is None:
                 out = queries.new_empty(self._rows + 1, *queries.shape[1:])
             plain.attend(layer, queries, keys, values, softmax.scale, out)
-            parts = [part for part in parts if not part.slab.is_plain]
-        for part in parts:
-            if part.whole:
-                return part.attend(layer, queries, keys, values, softmax).view_as(query)
+            slab_steps = [each for each in slab_steps if not each.slab.is_plain]
+        for slab_step in slab_steps:
+            if slab_step.whole:
+                return slab_step.attend(layer, queries, keys, values, softmax).view_as(query)
             if out is None:
                 out = queries.new_empty(self._rows + 1, *queries.shape[1:])
-            source, target = part.step.numbers.source, part.step.numbers.target
+            source, target = slab_step.step.numbers.source, slab_step.step.numbers.target
             own = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[source])
-            out[target] = part.attend(layer, queries[source], keys[source], values[source], own)
+            out[target] = slab_step.attend(layer, queries[source], keys[source], values[source], own)
         assert out is not None
         return out[:-1].reshape(query.shape)
 
 
 def _spans(slabs: Sequence[Slab]) -> list[tuple[Slab, slice]]:
-    """Return all slabs and their rows among those of the pool."""
+    """Return each slab with the range of its rows in the pool."""
     ends = np.cumsum([slab.rows for slab in slabs]).tolist()
     return [(slab, slice(end - slab.rows, end)) for slab, end in zip(slabs, ends, strict=True)]

@@ -123,7 +123,7 @@ class PagedSlab(Slab):
         self.state.free(rows)
 
     @torch.inference_mode()
-    def hand_over(
+    def hand_off(
         self, row: int, prompt: PrefillState, selections: Sequence[Selection], stored: Sequence[Tensor]
     ) -> None:
         """Fill a slot that has started with what it keeps of a prompt, as many tokens in every layer and KV head.

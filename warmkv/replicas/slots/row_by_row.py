@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from warmkv.policies.compression.softmax import Softmax
-from warmkv.replicas.slots.attention import Parts, attend_pages
+from warmkv.replicas.slots.attention import Parts, attend_segments
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata
 
 Read = Callable[[slice, int, Tensor, tuple[Tensor, Tensor] | None, Tensor | None, Softmax], tuple[Tensor, Tensor]]
@@ -40,14 +40,14 @@ def attend(
     return out, shares
 
 
-def attend_chosen(pages: Sequence[Tensor], step: AttentionMetadata, softmax: Softmax) -> Tensor:
-    """Do what `attention.attend_pages` does with the tensors that it takes, row by row."""
+def attend_chosen(gathered: Sequence[Tensor], step: AttentionMetadata, softmax: Softmax) -> Tensor:
+    """Do what `attention.attend_segments` does with the tensors that it takes, row by row."""
     assert step.alone is not None
-    out = torch.zeros_like(pages[0])
+    out = torch.zeros_like(gathered[0])
     for row, _, most in step.alone:
-        query, keys, values, lowest, highest, lengths, reads, channels = (each[row, None] for each in pages)
+        query, keys, values, lowest, highest, lengths, read_limits, channels = (each[row, None] for each in gathered)
         own = softmax.of_row(row)
-        out[row] = attend_pages(query, keys, values, lowest, highest, lengths, reads, channels, most, own)[0]
+        out[row] = attend_segments(query, keys, values, lowest, highest, lengths, read_limits, channels, most, own)[0]
     return out
 
 

@@ -1,4 +1,4 @@
-"""What kernels know of a row while it stays where it is: where its parts lie, and what kind it is of."""
+"""Facts of a row for kernels, which hold while it is not moved: the addresses of its parts, and its kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FACTS = (
     "front",  # entries of the front, in the model's dtype
     "uncompressed",  # of front and tail
     "sinks",
-    "page",  # entries of a page of which only the promising are read; 0: all are read
+    "segment",  # entries of a segment of which only the promising are read; 0: all are read
     "window",  # newest tokens that are seen, by their ages; 0: all
     "scored",  # whether the attention received is kept
     "replaced",  # whether it is that of the last step alone
@@ -72,7 +72,7 @@ def facts(kind: RowKind, layers: range, memory: RowMemory, rows: int) -> Ints:
             kind.front,
             kind.front + kind.tail,
             kind.sinks,
-            kind.page,
+            kind.segment,
             kind.window,
             kind.decode == "argmin",
             kind.replaces,

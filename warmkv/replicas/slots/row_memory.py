@@ -1,4 +1,4 @@
-"""The memory of rows of one kind: allocated at once, filled at the hand-off, copied, cleared and turned back."""
+"""Memory of rows of one kind: allocated at once, filled at the hand-off, copied, cleared, and rotated back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from warmkv.replicas.slots.attention import Parts, rotate
 
 @dataclass(frozen=True, slots=True)
 class RowMemory:
-    """Tensors [layers, rows, ...] of which some have no entries, as the kind of row asks."""
+    """Tensors [layers, rows, ...]; those that the kind of row does not need have no entries."""
 
     kind: RowKind
     keys: Parts  # of the storage format, each [layers, rows, packed / group, ...]
@@ -27,7 +27,7 @@ class RowMemory:
     sink_keys: Tensor  # [layers, rows, sinks, head_dim] as cached, of sinks that are rotated on
     scores: Tensor  # float32 [layers, rows, capacity], of argmin
     ages: Tensor  # int32 [layers, rows, capacity]
-    lowest: Tensor  # [layers, rows, pages, head_dim], element-wise bounds of each page's keys
+    lowest: Tensor  # [layers, rows, segments, head_dim], element-wise bounds of each segment's keys
     highest: Tensor
 
     @classmethod
@@ -47,7 +47,7 @@ class RowMemory:
             return tuple(torch.zeros(*lead, *part.shape[1:], dtype=part.dtype, device=device) for part in example)
 
         storage, group = STORAGES[kind.storage], torch.zeros(kind.group, head_dim, dtype=dtype, device=device)
-        uncompressed, pages = kind.front + kind.tail, kind.packed // kind.page if kind.page else 0
+        uncompressed, segments = kind.front + kind.tail, kind.packed // kind.segment if kind.segment else 0
         return cls(
             kind,
             parts(storage.encode_keys(group)),
@@ -57,8 +57,8 @@ class RowMemory:
             room(kind.sinks if kind.rebased and not kind.front else 0),
             number(kind.capacity if kind.decode == "argmin" else 0, torch.float32),
             number(kind.capacity if kind.aged else 0, torch.int32),
-            room(pages),
-            room(pages),
+            room(segments),
+            room(segments),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -70,14 +70,14 @@ class RowMemory:
         ]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RowMemory:
-        """Return the memory with all tensors changed. This one stays whole if memory runs out half way."""
+        """Return the memory with `change` applied to all tensors; this one stays whole if memory runs out."""
         changed = iter([change(tensor) for tensor in self.tensors()])
         keys, values = tuple(next(changed) for _ in self.keys), tuple(next(changed) for _ in self.values)
         return RowMemory(self.kind, keys, values, *changed)
 
     @contextmanager
     def unchanged(self, at: int, rows: Tensor) -> Iterator[None]:
-        """Put back what `rows` hold in a layer: a step writes to rows that are not in its batch, too."""
+        """Restore `rows` of a layer on exit: a step writes to rows outside of its batch, too."""
         held = [tensor[at, rows] for tensor in self.tensors()]
         try:
             yield
@@ -117,12 +117,12 @@ class RowMemory:
             mine[at, rows, :packed] = given[:, :, body].to(mine.dtype)
             behind = slice(kind.packed + tail.start, kind.packed + tail.stop)
             mine[at, rows, behind] = given[:, :, front + packed :].to(mine.dtype)
-        if kind.page:
-            pages = -(-kept // kind.page)
+        if kind.segment:
+            segments = -(-kept // kind.segment)
             for bounds, beyond in ((self.lowest, float("inf")), (self.highest, float("-inf"))):
-                whole = F.pad(keys, (0, 0, 0, pages * kind.page - kept), value=beyond)
-                whole = whole.view(*whole.shape[:2], pages, kind.page, -1)
-                bounds[at, rows, :pages] = whole.amin(dim=3) if beyond > 0 else whole.amax(dim=3)
+                whole = F.pad(keys, (0, 0, 0, segments * kind.segment - kept), value=beyond)
+                whole = whole.view(*whole.shape[:2], segments, kind.segment, -1)
+                bounds[at, rows, :segments] = whole.amin(dim=3) if beyond > 0 else whole.amax(dim=3)
 
     def rebase(self, rows: Tensor, angles: Tensor) -> None:
         """Rotate the keys of rows back by `angles` [head_dim / 2]; sinks that are rotated on stay as they were cached.

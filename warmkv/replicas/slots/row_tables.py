@@ -35,7 +35,7 @@ NUMBERS = (
     "oldest",  # age above which entries are recent
     "early",  # age below which entries are protected
     "rerotated",  # positions by which sinks are rotated on
-    "reads",  # entries that may be read, where pages are chosen
+    "read_limit",  # entries that may be read, where segments are chosen
     "channels",  # channels by which they are chosen
     "evicts",  # whether the new token takes the place of the entry with the lowest score
     "in_front",  # entries of the front in use
@@ -58,14 +58,14 @@ LEAST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """The rows of one storage that a layer attends, n of them, the same in every step until its batch is another.
+    """The rows of one storage that a layer attends, n of them with padding; reused until the batch changes.
 
-    The rows of one storage are followed by those that pad the batch, whose output is zeros.
+    Rows that pad the batch come last, and get zeros.
     """
 
     rows: Tensor  # [n] their columns in the tables; -1: none
     places: Tensor  # [n] (sequence, KV head) counted through
-    first_parts: Tensor  # [n + 1] where the splits of each begin among `tasks`
+    first_splits: Tensor  # [n + 1] where the splits of each begin among `tasks`
     tasks: Tensor  # [programs] the row of each split
     logits_at: Tensor  # [n] where the logits of scored rows begin, in entries; -1: not scored
     storage: StorageFormat
@@ -73,10 +73,10 @@ class RowBatch:
     first_type: torch.dtype  # of the first part of keys and values
     aligned: bool  # whether parts begin at multiples of 16 bytes
     most_entries: int  # of scored rows
-    most_reads: int  # of rows whose pages are chosen
-    most_pages: int
+    most_read: int  # of rows whose segments are chosen
+    most_segments: int
     scored: bool
-    paged: bool
+    segmented: bool
     rebased: bool
     windowed: bool
     sequence: int | None  # of the batch, where each has launches of its own
@@ -84,14 +84,14 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A batch of rows on the host: the tensors of `RowBatch`, and the rest by name."""
+    """A `RowBatch` on the host: its index tensors as arrays, other fields by name."""
 
     index: tuple[Ints, ...]
     facts: dict[str, Any]
 
 
 class RowTables:
-    """Keep the tables of a pool in the buffer of its steps, and workspace; nothing moves unless it has to grow."""
+    """Keep a pool's tables and workspace in the step's buffer; they move only to grow."""
 
     def __init__(
         self, shape: KVShape, buffer: StepBuffer, device: torch.device, inv_freq: Tensor, page_size: int = 0
@@ -115,7 +115,7 @@ class RowTables:
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
 
     def _follow(self, slabs: Sequence[Slab], state: RowTable) -> bool:
-        """Take the facts of slabs, whose rows are those of `state`; return False if they are as they were."""
+        """Update the facts if slabs, or the rows in `state`, have changed; return True if so."""
         if self._state is state and self._moves == self.buffer.moves:
             return False
         self._state = None
@@ -140,8 +140,8 @@ class RowTables:
     def take(self, state: RowTable, done: Advance, active: Bools, ages: Ints, shifts: Ints, pages: Ints) -> None:
         """Write the numbers of a step, for the next upload.
 
-        `ages` are positions of new tokens, of which the model sees `shifts` less; `pages` [2, rows] the addresses of
-        those that they go to, where rows lie in pages.
+        `ages` are positions of new tokens, of which the model sees `shifts` less; `pages` [2, rows] are the addresses
+        of the pages that they go to, where rows lie in pages.
         """
         lengths = np.where(active, done.lengths, 1)
         room = self._known.shape[1]
@@ -155,7 +155,7 @@ class RowTables:
                 ages - state.recent,
                 state.protected,
                 np.where(active, ages - shifts + 1 - lengths, 0),
-                np.maximum(state.reads, 1),
+                np.maximum(state.read_limit, 1),
                 np.maximum(state.channels, 1),
                 active & done.full & (state.decode == ARGMIN) & (state.grouped == 0),
                 np.minimum(state.count, state.front),
@@ -171,9 +171,9 @@ class RowTables:
     def batches(
         self, slots: Sequence[Slot], slabs: Sequence[Slab], state: RowTable, at: Ints, padded: int
     ) -> list[list[RowBatch]]:
-        """Return what each layer launches for slots, whose rows have the places `at` in the batch (-1: none).
+        """Return the launches of each layer for slots, whose rows have batch indices `at` (-1: not in the batch).
 
-        It is laid out, for `padded` sequences, when the batch is another than before or rows have moved.
+        They are laid out anew, for `padded` sequences, when the batch has changed or rows have moved.
         """
         moved = self._follow(slabs, state)
         if moved or self._slots != tuple(slots):
@@ -202,7 +202,7 @@ class RowTables:
             sequence = places // heads if self.by_sequence else np.zeros_like(places)
             for name, of_one in dict.fromkeys(zip(storage[there[places]].tolist(), sequence.tolist(), strict=True)):
                 these = places[(storage[there[places]] == name) & (sequence == of_one)]
-                found = self._layout(name, there[these], these, state.reads[there[these]], pads)
+                found = self._layout(name, there[these], these, state.read_limit[there[these]], pads)
                 found.facts["sequence"] = of_one if self.by_sequence else None
                 batches[-1].append(found)
                 pads = pads[:0]
@@ -218,8 +218,8 @@ class RowTables:
         on_device = iter([at[: len(part)] for at, part in zip(split, parts, strict=True)])
         made = {}
         for each in distinct:
-            rows_of, places_of, first_parts, tasks, logits_at = islice(on_device, len(each.index))
-            made[id(each)] = RowBatch(rows_of, places_of, first_parts, tasks, logits_at, **each.facts)
+            rows_of, places_of, first_splits, tasks, logits_at = islice(on_device, len(each.index))
+            made[id(each)] = RowBatch(rows_of, places_of, first_splits, tasks, logits_at, **each.facts)
         numbers = {each: number for number, each in enumerate(made)}
         self.key = (
             tuple(tuple(numbers[id(each)] for each in layer) for layer in batches),
@@ -229,11 +229,11 @@ class RowTables:
 
     @property
     def places(self) -> Hashable:
-        """Return what changes whenever something that launches take lies elsewhere."""
+        """Return a key that changes whenever memory that launches use moves."""
         return self.buffer.moves, self.facts.shape[1], self._grown
 
-    def _layout(self, number: int, rows: Ints, places: Ints, reads: Ints, pads: Ints) -> _Layout:
-        """Lay out a launch over rows of a storage at their places in the batch; `reads` are those of the rows.
+    def _layout(self, number: int, rows: Ints, places: Ints, read_limits: Ints, pads: Ints) -> _Layout:
+        """Lay out a launch over rows of a storage at their places in the batch; `read_limits` are those of the rows.
 
         They are followed by rows that are none, at the places `pads`.
         """
@@ -243,9 +243,10 @@ class RowTables:
             known: Ints = self._known[line(name), rows]
             return known
 
-        page, scored = fact("page"), fact("scored") > 0
+        segment, scored = fact("segment"), fact("scored") > 0
+        segments = -(-fact("capacity") // np.maximum(segment, 1))
         entries = fact("capacity") + fact("uncompressed")
-        reach = np.where(page > 0, np.minimum(reads, entries), entries)
+        reach = np.where(segment > 0, np.minimum(read_limits, entries), entries)
         splits = np.concatenate([split_counts(reach, self._processors), np.ones_like(pads)])
         ends = np.cumsum(splits)
         logits = np.where(scored, entries, 0)
@@ -267,17 +268,17 @@ class RowTables:
             "first_type": self._dtype if storage.plain else torch.uint8,
             "aligned": bool((self._known[[*vectors, *(len(PARTS) + at for at in vectors)]][:, rows] % 16 == 0).all()),
             "most_entries": self._at_most(entries[scored].max(initial=0)),
-            "most_reads": self._at_most(reach[page > 0].max(initial=0)),
-            "most_pages": self._at_most((-(-fact("capacity") // np.maximum(page, 1)))[page > 0].max(initial=0)),
+            "most_read": self._at_most(reach[segment > 0].max(initial=0)),
+            "most_segments": self._at_most(segments[segment > 0].max(initial=0)),
             "scored": bool(scored.any()),
-            "paged": bool(page.any()),
+            "segmented": bool(segment.any()),
             "rebased": bool((fact("rebased") * fact("sinks")).any()),
             "windowed": bool(fact("window").any()),
         }
         return _Layout(index, facts)
 
     def _at_most(self, number: int) -> int:
-        """Return a bound, one of few where launches are to be the same."""
+        """Round a bound up, so that few launches differ, where they are recorded."""
         return 1 << (int(number) - 1).bit_length() if self.is_static and number else int(number)
 
     @property
@@ -285,7 +286,7 @@ class RowTables:
         return sum(held.nbytes for held in self._workspace.values())
 
     def workspace(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of anything that stays where it is while no larger one is asked for."""
+        """Return uninitialised workspace, which stays where it is until a larger one is asked for."""
         size = int(np.prod(shape))
         held = self._workspace.get(name)
         if held is None or len(held) < size:

@@ -21,6 +21,8 @@ Bools = npt.NDArray[np.bool_]
 
 FREE = -1
 """Owner of a free row."""
+EVICTED_LAST = 1e30
+"""Added to the scores of recent and protected entries."""
 ADVANCED = ("count", "packed", "cursor", "tail_start", "waiting")
 """Columns of `RowTable` that a decode step changes."""
 APPEND, RING, ARGMIN = (get_args(DecodeRule).index(rule) for rule in ("append", "ring", "argmin"))
@@ -28,7 +30,7 @@ APPEND, RING, ARGMIN = (get_args(DecodeRule).index(rule) for rule in ("append", 
 
 @dataclass(slots=True)
 class RowTable:
-    """What is known of some rows, each int64 [rows]."""
+    """Bookkeeping of rows, each column int64 [rows]."""
 
     owner: Ints  # id of the slot that the row belongs to, or FREE
     head: Ints  # its KV head
@@ -36,7 +38,7 @@ class RowTable:
     limit: Ints  # entries that may be in use
     recent: Ints  # newest entries that argmin never gives up
     protected: Ints  # first entries of the sequence that are never given up, beside the sinks of a ring
-    reads: Ints  # entries that may be read, where pages are chosen
+    read_limit: Ints  # entries that may be read, where segments are chosen
     channels: Ints  # channels by which they are chosen
     packed_limit: Ints  # grouped: packed entries that may be in use
     packed: Ints  # packed entries in use
@@ -59,7 +61,7 @@ class RowTable:
         return state
 
     def become(self, rows: slice | Sequence[int], kind: RowKind) -> None:
-        """Let rows be of a kind from now on."""
+        """Set the kind of rows."""
         self.decode[rows] = get_args(DecodeRule).index(kind.decode)
         self.grouped[rows], self.front[rows], self.sinks[rows] = kind.grouped, kind.front, kind.sinks
 
@@ -70,7 +72,7 @@ class RowTable:
 
     @classmethod
     def join(cls, states: Sequence[RowTable]) -> tuple[RowTable, list[RowTable]]:
-        """Join all rows of some states in one, and each of these as views of it."""
+        """Concatenate tables; return the whole, and each of them as views of it."""
         if not states:
             return cls.over(np.zeros((len(fields(cls)), 0), dtype=np.int64)), []
         matrix = np.concatenate([state._matrix() for state in states], axis=1)
@@ -98,11 +100,11 @@ class RowTable:
         return RowTable(*(getattr(self, field.name)[:rows] for field in fields(self)))
 
     def chosen(self, rows: Sequence[int]) -> RowTable:
-        """Return some rows, as copies."""
+        """Return a copy of some rows."""
         return RowTable.over(self._matrix()[:, list(rows)])
 
     def free(self, rows: Sequence[int]) -> None:
-        """Forget what rows held."""
+        """Reset rows and mark them free."""
         for field in fields(self)[:-4]:
             getattr(self, field.name)[rows] = 0
         self.owner[rows] = FREE
@@ -122,17 +124,17 @@ class RowTable:
         packed_limit: int,
         recent: int,
         protected: int,
-        reads: tuple[int, int] = (0, 0),
+        read_limit: tuple[int, int] = (0, 0),
     ) -> None:
-        """Set a row up that begins with `kept` entries and will use at most `limit`.
+        """Initialise a row with `kept` entries that will use at most `limit`.
 
-        Of a grouped row, `packed_limit` entries may be packed; the `recent` newest ones are never the argmin's, and the
-        `protected` first ones are given up by no rule. `reads` are the columns of that name and `channels`.
+        Of a grouped row, `packed_limit` entries may be packed. argmin never evicts the `recent` newest entries, and no
+        rule evicts the `protected` first ones. `read_limit` is for the columns of that name and `channels`.
         """
         if kind.decode == "ring" and limit <= kind.sinks:
             raise ValueError(f"a ring of {limit} entries leaves no room behind {kind.sinks} sinks")
         self.count[row], self.limit[row], self.recent[row], self.protected[row] = kept, limit, recent, protected
-        self.reads[row], self.channels[row] = reads
+        self.read_limit[row], self.channels[row] = read_limit
         if kind.grouped:
             front = min(kept, kind.front)
             self.packed_limit[row] = packed_limit
@@ -144,7 +146,7 @@ class RowTable:
             self.cursor[row] = self.first_group(row, kind.group)
 
     def first_group(self, rows: int | Ints, group: int) -> Ints:
-        """Return the packed entry from which on a grouped ring overwrites: whole groups hold what is protected."""
+        """Return the first packed entry that a grouped ring overwrites: groups before it hold the protected ones."""
         protected = -(-np.maximum(self.protected[rows] - self.front[rows], 0) // group) * group
         first: Ints = np.minimum(protected, np.maximum(self.packed_limit[rows] - group, 0))
         return first
@@ -161,7 +163,7 @@ class Advance:
 
 
 def advance(state: RowTable, active: Bools) -> Advance:
-    """Put a token into every active row. Tails that are full must have been packed before."""
+    """Append a token to every active row. Full tails must have been packed before."""
     grouped, front = state.grouped > 0, state.count < state.front
     full = active & (state.count >= state.limit)
     if (full & (state.decode == APPEND)).any():
@@ -181,7 +183,7 @@ def advance(state: RowTable, active: Bools) -> Advance:
 
 @dataclass(frozen=True, slots=True)
 class PendingPack:
-    """Rows whose tail is full, and the group that leaves it."""
+    """Rows whose tail is full, and the group of it to be packed."""
 
     rows: Ints  # [m]
     waiting: Ints  # [m, group] their places in the tail
@@ -189,7 +191,7 @@ class PendingPack:
     packed: Ints  # [m] packed entries in use, with this group where it adds to them
 
     def of(self, active: Bools) -> PendingPack:
-        """Return the same for active rows only."""
+        """Keep active rows only."""
         kept = active[self.rows]
         groups = None if self.groups is None else self.groups[kept]
         return PendingPack(self.rows[kept], self.waiting[kept], groups, self.packed[kept])
@@ -218,7 +220,7 @@ def take_pending_packs(state: RowTable, active: Bools, group: int) -> list[Pendi
 
 
 def seen_uncompressed(state: RowTable, active: Bools, kind: RowKind) -> Bools:
-    """Return which entries of front and tail are in use, [rows, front + tail]; one of an idle row is."""
+    """Return the entries of front and tail in use, bool [rows, front + tail]; an idle row has one."""
     tail = np.arange(kind.tail)
     in_front = np.where(active, np.minimum(state.count, kind.front), 0)
     since = (tail - state.tail_start[:, None]) % np.maximum(state.tail_limit[:, None], 1)

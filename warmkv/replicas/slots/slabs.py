@@ -19,24 +19,21 @@ from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes
 from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import kernels, row_by_row
-from warmkv.replicas.slots.attention import Parts, attend_packed, attend_pages, attend_rows, rotate, sum_heads
+from warmkv.replicas.slots.attention import Parts, attend_packed, attend_rows, attend_segments, rotate, sum_heads
 from warmkv.replicas.slots.attention_metadata import AttentionMetadata, Progress, RowMetadata
 from warmkv.replicas.slots.piece import Piece
 from warmkv.replicas.slots.row_facts import NOT_FUSED, facts, line
 from warmkv.replicas.slots.row_memory import RowMemory
-from warmkv.replicas.slots.rows import FREE, Bools, Ints, PendingPack, RowTable, seen_uncompressed
-
-RECENT = 1e30
-"""Added to the score of recent entries, so that argmin takes them last."""
+from warmkv.replicas.slots.rows import EVICTED_LAST, FREE, Bools, Ints, PendingPack, RowTable, seen_uncompressed
 
 PACKED_AT_ONCE = 1 << 24
 """Numbers that are packed at a time, in as many layers as they are of."""
 
 
 class Slab:
-    """Rows of one kind in consecutive layers; a row has the same bookkeeping in all of them.
+    """Rows of one kind in consecutive layers, with the same bookkeeping in all of them.
 
-    `memory` is what rows hold, `state` how full each is.
+    `memory` has their contents, `state` their bookkeeping.
     """
 
     def __init__(
@@ -48,8 +45,9 @@ class Slab:
         self._kv_heads = shape.kv_heads
         self.memory = RowMemory.allocate(kind, len(layers), rows, shape.head_dim, dtype, device)
         # Whether rows hold their entries as they are, see all of them, and keep nothing beside.
-        self.is_plain = self.storage.plain and not (kind.grouped or kind.aged or kind.page or kind.rebased)
-        self.is_fused = kernels.reads(self.storage, dtype, device)  # attended by kernels, which find rows by themselves
+        self.is_plain = self.storage.plain and not (kind.grouped or kind.aged or kind.segment or kind.rebased)
+        # Whether kernels attend them, which find rows by themselves.
+        self.is_fused = kernels.supports(self.storage, dtype, device)
         self._counting = torch.arange(max(rows, kind.packed), device=device)
         self.state = RowTable.of_kind(kind, rows)
 
@@ -77,7 +75,7 @@ class Slab:
         return [Piece(self.layers, self.kind, self.state, list(rows), self.memory, list(rows))]
 
     def facts(self) -> Ints:
-        """Return what kernels know of the rows [2 * parts + facts, rows]."""
+        """Return the facts of rows for kernels, [2 * parts + facts, rows]."""
         found = facts(self.kind, self.layers, self.memory, self.rows)
         if not self.is_fused:
             found[line("storage")] = NOT_FUSED
@@ -88,7 +86,7 @@ class Slab:
 
     @torch.inference_mode()
     def release(self, rows: Sequence[int]) -> None:
-        """Free rows. They are cleared, for masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
+        """Free and clear rows: masked entries still enter attention with weight 0, and 0 * NaN is NaN."""
         self.state.free(rows)
         for tensor in self.memory.tensors():
             for row in rows:
@@ -96,7 +94,7 @@ class Slab:
 
     @torch.inference_mode()
     def compact(self) -> dict[int, int]:
-        """Give back all free rows; where each other row went."""
+        """Give back free rows; return the new number of each other row."""
         used: list[int] = np.flatnonzero(self.state.owner != FREE).tolist()
         index = torch.tensor(used, dtype=torch.long, device=self._device)
         self.memory = self.memory.map(lambda tensor: tensor.index_select(1, index))
@@ -106,7 +104,7 @@ class Slab:
     # --- a decode step
 
     def make_room(self, entries: Ints, active: Bools) -> None:
-        """Allocate what active rows lack for a new token at `entries`, in a slab that is not allocated at once."""
+        """Allocate room for new tokens of active rows at `entries`, in slabs that grow."""
 
     def plan(
         self,
@@ -130,12 +128,12 @@ class Slab:
             rows=self._counting[:n],
             full=self._upload(full) if kind.decode == "argmin" and not kind.grouped and full.any() else None,
             reach=reach,
-            masked=not kind.page and (kind.grouped or bool(reach > host.packed.min())),
+            masked=not kind.segment and (kind.grouped or bool(reach > host.packed.min())),
             dtype=self.dtype,
             uncompressed_tail=uncompressed_tail,
             angles=device.rerotated.double()[:, None] * inv_freq if kind.rebased and kind.sinks else None,
-            most_reads=int(host.reads.max()) if kind.page else 0,
-            alone=[(row, int(host.packed[row]), int(host.reads[row])) for row in rows] if alone else None,
+            most_read=int(host.read_limit.max()) if kind.segment else 0,
+            alone=[(row, int(host.packed[row]), int(host.read_limit[row])) for row in rows] if alone else None,
         )
 
     def _upload(self, array: npt.NDArray[Any]) -> Tensor:
@@ -154,16 +152,16 @@ class Slab:
             done.entries = self._places(at, step)
         kind, used, memory = self.kind, step.numbers, self.memory
         entries = self._write(at, step, done.entries, key, value)
-        if kind.page:
+        if kind.segment:
             if not done.attended:
-                self._widen_page(at, step, key)
+                self._widen_segment(at, step, key)
                 done.attended = True
             keys, values = memory.keys[0][at, :n], memory.values[0][at, :n]
             bounds = memory.lowest[at, :n], memory.highest[at, :n]
-            pages = query, keys, values, *bounds, used.lengths, used.reads, used.channels
+            gathered = query, keys, values, *bounds, used.lengths, used.read_limit, used.channels
             if step.alone is not None:
-                return row_by_row.attend_chosen(pages, step, softmax)
-            return attend_pages(*pages, step.most_reads, softmax)
+                return row_by_row.attend_chosen(gathered, step, softmax)
+            return attend_segments(*gathered, step.most_read, softmax)
         uncompressed_tail = None
         if kind.grouped:
             uncompressed_tail = memory.uncompressed_keys[at, :n], memory.uncompressed_values[at, :n]
@@ -224,7 +222,7 @@ class Slab:
         bias: Tensor | None,
         softmax: Softmax,
     ) -> tuple[Tensor, Tensor]:
-        """Attend rows up to an entry; returns the output and the shares of entries, a number where none are scored."""
+        """Attend rows up to an entry; return the output and the shares of entries, 0-d where none are scored."""
         groups = reach // self.storage.group
         keys, values = (
             tuple(part[at, rows, :groups] for part in parts) for parts in (self.memory.keys, self.memory.values)
@@ -234,7 +232,7 @@ class Slab:
         return attend_packed(query, self.storage, keys, values, uncompressed_tail, bias, softmax)
 
     def _in_window(self, at: int, step: AttentionMetadata) -> Tensor:
-        """Return the bias of a step [n, reach + front + tail] with entries that have left the window masked."""
+        """Return a step's bias [n, reach + front + tail] with entries outside the window masked."""
         ages = self.memory.ages[at, : step.used]
         ages = torch.cat([ages[:, : step.reach], ages[:, self.kind.packed :]], dim=1)
         left = ages <= step.numbers.ages[:, None] - self.kind.window
@@ -242,7 +240,7 @@ class Slab:
         return bias.masked_fill(left, float("-inf"))
 
     def _places(self, at: int, step: AttentionMetadata) -> Tensor:
-        """Return the entry for the new token of every row [n]: in rows full by argmin, that of the lowest score."""
+        """Return the entry for each row's new token, int64 [n]; in rows full under argmin, that of the lowest score."""
         if step.full is None:
             return step.numbers.entries
         numbers = step.numbers
@@ -250,7 +248,7 @@ class Slab:
         return torch.where(step.full, least, step.numbers.entries)
 
     def _write(self, at: int, step: AttentionMetadata, entries: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Write the new token of every row to its place; returns the entries [n] that hold it."""
+        """Write each row's new token to its place; return the entries [n] that hold it."""
         kind = self.kind
         if kind.grouped:
             self.memory.uncompressed_keys[at, step.rows, entries] = key
@@ -275,12 +273,13 @@ class Slab:
     def _least(
         self, at: int | slice, rows: Tensor, in_use: Tensor, oldest: Tensor, early: Tensor, newest: Tensor, count: int
     ) -> Tensor:
-        """Return `count` packed entries of each row [..., n, count], lowest scores first, recent and protected ones
-        last, of a layer or of several.
+        """Return `count` packed entries of each row [..., n, count] by ascending score, recent and protected ones last.
+
+        Rows may be those of one layer or of several.
         """
         scores, ages = (tensor[at, rows, : self.kind.packed] for tensor in (self.memory.scores, self.memory.ages))
         used = self._counting[: self.kind.packed] < in_use[:, None]
-        scores = torch.where((ages > oldest[:, None]) | (ages < early[:, None]), scores + RECENT, scores)
+        scores = torch.where((ages > oldest[:, None]) | (ages < early[:, None]), scores + EVICTED_LAST, scores)
         if self.kind.window:  # nothing sees what has left the window
             scores = scores.masked_fill(ages <= newest[:, None] - self.kind.window, float("-inf"))
         scores = scores.masked_fill(~used, float("inf"))
@@ -362,12 +361,13 @@ class Slab:
         kept = [mine for mine in (self.memory.scores, self.memory.ages) if mine.shape[-1]]
         return [(mine, mine[layers, rows[:, None], at]) for mine in kept]
 
-    def _widen_page(self, at: int, step: AttentionMetadata, key: Tensor) -> None:
-        """Take the new keys into the bounds of their pages."""
-        page, fresh = step.numbers.entries // self.kind.page, (step.numbers.entries % self.kind.page == 0)[:, None]
+    def _widen_segment(self, at: int, step: AttentionMetadata, key: Tensor) -> None:
+        """Widen the bounds of segments by the new keys."""
+        entries, size = step.numbers.entries, self.kind.segment
+        segment, fresh = entries // size, (entries % size == 0)[:, None]
         for bounds, wider in ((self.memory.lowest, torch.minimum), (self.memory.highest, torch.maximum)):
-            old = bounds[at, step.rows, page]
-            bounds[at, step.rows, page] = torch.where(fresh, key, wider(old, key))
+            old = bounds[at, step.rows, segment]
+            bounds[at, step.rows, segment] = torch.where(fresh, key, wider(old, key))
 
 
 def _put(parts: Parts, index: tuple[Any, ...], fresh: Parts) -> None:

@@ -17,7 +17,7 @@ from warmkv.replicas.slots.slabs import Slab
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """Hold what sizes a slot: its policy, the prompt's length and the tokens that may be drawn."""
+    """The size of a slot: its policy, the prompt's length and the tokens that may be drawn."""
 
     spec: PolicySpec
     prompt_tokens: int
@@ -42,7 +42,7 @@ class SlotRequest:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Hold a request's rows and the bytes set aside: all of them before the hand-off, in pages until the release."""
+    """A request's rows and reserved bytes: all of these before the hand-off, in pages until the release."""
 
     id: int
     slot_request: SlotRequest
@@ -59,13 +59,13 @@ class Slot:
 
     @property
     def pieces(self) -> list[Piece]:
-        """Return its rows by kind and layers; none that lie in pages."""
+        """Return its rows by kind and layers, but for those in pages."""
         return [piece for slab, rows in self.places for piece in slab.pieces(rows)]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPiece:
-    """Hold rows that were copied out of a slab."""
+    """Rows copied out of a slab."""
 
     layers: range
     kind: RowKind
@@ -80,7 +80,7 @@ class SlotPiece:
 
 @dataclass(frozen=True, slots=True)
 class SwappedSlot:
-    """Hold a preempted slot, which goes on in other rows."""
+    """A preempted slot in host memory, to be resumed in other rows."""
 
     slot_request: SlotRequest
     tokens: int

@@ -20,7 +20,7 @@ from warmkv.policies.slot_sizes import KVShape, RowKind, row_bytes, slot_bytes
 from warmkv.policy_spec import STORAGES
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.apart import ApartSlab
-from warmkv.replicas.slots.hand_over import hand_over, kept_by_head
+from warmkv.replicas.slots.hand_off import hand_off, kept_by_head
 from warmkv.replicas.slots.layout import Row, Wanted, wanted_rows
 from warmkv.replicas.slots.paged import PagedSlab, SwappedPages, can_page, page_of
 from warmkv.replicas.slots.row_tables import RowTables
@@ -34,14 +34,14 @@ SLAB_SLOTS = 8
 
 
 class SlotPool:
-    """All slabs of a replica, allocated when first needed and given back when another size needs the room.
+    """All slabs of a replica, allocated when first needed and freed when another size needs the room.
 
-    Pages have `page_size` tokens, as many as blocks of the prefix cache; 0 is for none.
+    Pages have `page_size` tokens, as blocks of the prefix cache; 0 is for none.
     """
 
     def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device, page_size: int = 0) -> None:
         self.shape, self._dtype, self._device = shape, dtype, device
-        self.page_size = page_of(page_size) if kernels.reads_pages(dtype, device) else 0
+        self.page_size = page_of(page_size) if kernels.supports_pages(dtype, device) else 0
         self.is_static = False  # whether steps are recorded (`RowTables`)
         self.batch_invariant = False  # whether what a sequence attends depends on nothing of others, to the last bit
         self.buffer = StepBuffer(device)
@@ -49,7 +49,7 @@ class SlotPool:
         self.slots: dict[int, Slot] = {}
         self._rows: RowTable | None = None  # of all slabs, in their order
         self._tables: RowTables | None = None
-        self._left = False  # whether slabs may have become empty
+        self._released = False  # whether slabs may have become empty
 
     @property
     def rows(self) -> RowTable:
@@ -69,12 +69,12 @@ class SlotPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Return the bytes of all slabs, and those set aside."""
+        """Return the bytes of all slabs, and those reserved."""
         return sum(slab.allocated_bytes for slab in self.slabs) + sum(slot.reserved for slot in self.slots.values())
 
     @property
     def step_bytes(self) -> int:
-        """Return the bytes of what steps are told and work with, on the device."""
+        """Return the bytes of step inputs and workspace on the device."""
         return self.buffer.nbytes + (self._tables.workspace_bytes if self._tables is not None else 0)
 
     def tensors(self) -> list[Tensor]:
@@ -84,8 +84,8 @@ class SlotPool:
     def claim(self, slot_request: SlotRequest, limit: int) -> Slot | None:
         """Claim a slot for a request, or None if all slabs with it would take more than `limit` bytes.
 
-        Where sizes follow from the prompt's content, the most that it can need is set aside until the hand-off; where
-        it lies in pages, until it is released. Empty slabs of other sizes are given back before the answer is None.
+        Where sizes follow from the prompt's content, the most it can need is reserved until the hand-off; in pages,
+        until the release. Empty slabs of other sizes are freed before the answer is None.
         """
         self.give_back()
         slot = self._new_slot(slot_request)
@@ -112,12 +112,12 @@ class SlotPool:
             for layer, kept in enumerate(layers)
         ]
         slot.paged = len(set(rows)) == 1 and can_page(rows[0][0], self.page_size)
-        if slot.paged or kernels.reads(slot_request.spec.storage_format, self._dtype, self._device):
+        if slot.paged or kernels.supports(slot_request.spec.storage_format, self._dtype, self._device):
             return self._set_aside(slot, limit)
         return self._claim_rows(slot, wanted_rows([[row] * self.shape.kv_heads for row in rows]), limit)
 
     def _set_aside(self, slot: Slot, limit: int) -> bool:
-        """Set aside the bytes that a slot may need, and claim nothing yet."""
+        """Reserve the bytes that a slot may need, without claiming rows."""
         slot_request = slot.slot_request
         needed = slot_bytes(slot_request.spec, self.shape, slot_request.prompt_tokens, slot_request.new_tokens)
         if not self.fit(limit - needed):
@@ -146,14 +146,14 @@ class SlotPool:
         return True
 
     def _growth(self, needed: int, wanted: int, each: int, limit: int) -> int:
-        """Return the number to allocate of what takes `each` bytes: as many as wanted, or as many as are needed.
+        """Return how many to allocate, of `each` bytes: as many as wanted, at least those needed.
 
         More than these take at most a quarter of the room left, so one size does not starve the others.
         """
         return max(needed, min(wanted, (limit - self.allocated_bytes) // (4 * each)))
 
     def _claim_ragged(self, slot: Slot, wanted: Sequence[Wanted], limit: int) -> bool:
-        """Claim rows of the kinds that the heads of some layers ask for, in slabs of these layers."""
+        """Claim rows that differ by layer or head, in slabs of their layers."""
         found = [self._free_rows(layers, kind)[: len(heads)] for layers, kind, heads in wanted]
         missing = sum(
             (len(heads) - len(rows)) * row_bytes(kind, self.shape) * len(layers)
@@ -185,7 +185,7 @@ class SlotPool:
         return [(slab, row) for slab in of_kind for row in slab.free_rows()]
 
     def _idle(self, slab: Slab) -> Iterator[range]:
-        """Yield free rows for all KV heads of a sequence, side by side."""
+        """Yield runs of free rows for all KV heads of a sequence."""
         heads = self.shape.kv_heads
         for row in range(0, slab.rows - heads + 1, heads):
             if (slab.state.owner[row : row + heads] == FREE).all():
@@ -204,7 +204,7 @@ class SlotPool:
         slot.places.append((slab, rows))
 
     def fit(self, limit: int, but: Sequence[Slab] = ()) -> bool:
-        """Return True if all slabs take at most `limit` bytes, giving back empty ones and idle rows if need be.
+        """Return True if all slabs take at most `limit` bytes, freeing empty slabs and idle rows if need be.
 
         Slabs in `but` are left as they are.
         """
@@ -221,24 +221,24 @@ class SlotPool:
         return self.allocated_bytes <= limit
 
     def release(self, slot: Slot) -> None:
-        """Free everything a slot holds; nothing happens if that was done already."""
+        """Free everything a slot holds, once."""
         if self.slots.pop(slot.id, None) is None:
             return
         for slab, rows in slot.places:
             slab.release(rows)
-            self._left |= slab.is_fused
+            self._released |= slab.is_fused
         slot.places, slot.reserved = [], 0
 
     def give_back(self) -> None:
-        """Give back slabs that are empty since a slot left, where kernels attend; not while a step goes on."""
-        if self._left:
-            self._left = False
+        """Free fused slabs that are empty since a slot was released; not during a step."""
+        if self._released:
+            self._released = False
             kept = [slab for slab in self.slabs if not (slab.is_fused and slab.allocated_bytes and slab.is_empty)]
             if len(kept) < len(self.slabs):
                 self.slabs, self._rows = kept, None
 
     def swap_out(self, slot: Slot) -> SwappedSlot:
-        """Copy a slot that decodes to host memory, and free it."""
+        """Copy a decoding slot to host memory, and free it."""
         if slot.paged:
             slab, rows = self._in_pages(slot)
             pieces = [SlotPiece(slab.layers, slab.kind, slab.state.chosen(rows), [], slab.swap_out_pages(rows[0]))]
@@ -249,7 +249,7 @@ class SlotPool:
         return swapped
 
     def resume(self, swapped: SwappedSlot, limit: int) -> Slot | None:
-        """Swap a slot in to whatever rows are free now; None if all slabs with it would exceed `limit` bytes."""
+        """Swap a slot in to any free rows; None if all slabs with it would exceed `limit` bytes."""
         slot = self._new_slot(swapped.slot_request)
         resumed = False
         try:
@@ -280,9 +280,9 @@ class SlotPool:
         return self._claim_rows(slot, [(*place, sorted(of)) for place, of in heads.items()], limit)
 
     def rebase(self, slot: Slot, most: int, inv_freq: Tensor) -> None:
-        """Keep the positions that the model sees below `most`, by turning the keys of an endless stream back.
+        """Keep positions below `most`, by rotating the keys of an endless stream back.
 
-        Only distances matter to rotary attention, and angles of far positions lose precision in float32.
+        Rotary attention depends on distances alone, and float32 angles lose precision at far positions.
         """
         if slot.tokens - slot.shift < most:
             return
@@ -295,10 +295,10 @@ class SlotPool:
     def fill(
         self, slot: Slot, prompt: PrefillState, selections: Sequence[Selection], stored: Sequence[Tensor] = ()
     ) -> int:
-        """Hand a prompt over: each layer's rows get what was selected, and the slot decodes from now on.
+        """Hand a prompt off: fill each layer's rows with the selected entries, to decode from now on.
 
-        `stored` are the leading blocks of the prompt that the prefix cache holds on the device, which may be shared.
-        Returns how many tokens a head keeps on average.
+        `stored` are the prompt's leading blocks that the prefix cache holds on the device, which may be shared. Returns
+        how many tokens a head keeps on average.
         """
         if slot.paged:
             return self._fill_pages(slot, prompt, selections, stored)
@@ -306,12 +306,12 @@ class SlotPool:
         if slot.reserved:
             asked = [[self._row(slot.slot_request, layer, n) for n in heads] for layer, heads in enumerate(counts)]
             self._claim_set_aside(slot, wanted_rows(asked))
-        hand_over(slot, self.shape, prompt, selections, counts)
+        hand_off(slot, self.shape, prompt, selections, counts)
         slot.tokens = prompt.tokens
         return round(sum(map(sum, counts)) / self.shape.layers / self.shape.kv_heads)
 
     def _claim_set_aside(self, slot: Slot, wanted: Sequence[Wanted]) -> None:
-        """Claim rows for which bytes were set aside."""
+        """Claim rows for which bytes were reserved."""
         slot.reserved = 0
         (_, kind, heads), *_ = wanted
         if self._is_uniform(wanted) and not self._is_fused(kind):
@@ -322,7 +322,7 @@ class SlotPool:
         assert claimed, "the bytes that were set aside did not suffice"
 
     def _claim_rows(self, slot: Slot, wanted: Sequence[Wanted], limit: int) -> bool:
-        """Claim rows in slabs that others share, and apart what lies apart."""
+        """Claim rows in shared slabs, and in memory of their own where their kind lies apart."""
         apart = [each for each in wanted if self._lies_apart(each[1])]
         needed = sum(row_bytes(kind, self.shape) * len(heads) * len(layers) for layers, kind, heads in apart)
         if not apart and self._is_uniform(wanted):
@@ -345,10 +345,10 @@ class SlotPool:
         return len(wanted) == 1 and (len(layers), len(heads)) == (self.shape.layers, self.shape.kv_heads)
 
     def _is_fused(self, kind: RowKind) -> bool:
-        return kernels.reads(STORAGES[kind.storage], self._dtype, self._device)
+        return kernels.supports(STORAGES[kind.storage], self._dtype, self._device)
 
     def _lies_apart(self, kind: RowKind) -> bool:
-        """Return True if rows of a kind lie in memory of their own: groups are packed for many sequences at once."""
+        """Return True if rows of a kind lie in memory of their own; groups are packed for many sequences at once."""
         return self._is_fused(kind) and not kind.grouped
 
     # --- slots in pages
@@ -379,7 +379,7 @@ class SlotPool:
         _, limit = slot.slot_request.row(kept, 0)
         for row in rows:
             slab.state.start(row, slab.kind, kept=kept, limit=limit, packed_limit=0, recent=0, protected=0)
-        slab.hand_over(rows[0], prompt, selections, list(itertools.takewhile(slab.accepts, stored)))
+        slab.hand_off(rows[0], prompt, selections, list(itertools.takewhile(slab.accepts, stored)))
         slot.tokens = prompt.tokens
         return kept
 

@@ -1,4 +1,4 @@
-"""Hold the numbers of a step in one buffer that stays where it is on the device, and upload them by one copy."""
+"""Hold a step's inputs in one buffer with a fixed address on the device, and upload them by one copy."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from torch import Tensor
 
 from warmkv.replicas.slots.rows import Ints
 
-PARTS = ("tokens", "positions", "places", "parameters", "numbers", "index", "facts")
-"""What a step is told, first what is new in every step: one copy takes all up to the last part that was written."""
+SECTIONS = ("tokens", "positions", "places", "parameters", "numbers", "index", "facts")
+"""What a step is told, first what is new in every step: one copy takes all up to the last section that was written."""
 ALIGNED = 16
-"""Numbers that parts begin at multiples of: Triton compiles a kernel anew for pointers that are not aligned."""
+"""Numbers that sections begin at multiples of: Triton compiles a kernel anew for pointers that are not aligned."""
 
 
 class StepBuffer:
-    """Hold parts of int64 numbers on the host and on a device, where they move only when one of them has to grow.
+    """Hold sections of int64 numbers on the host and on a device; they move only when one has to grow.
 
     The host has two copies, written in turn, so that a step is prepared while the one before is still uploaded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._room = dict.fromkeys(PARTS, 0)
+        self._room = dict.fromkeys(SECTIONS, 0)
         self.moves = self.uploads = 0
         self._move()
 
     def reserve(self, **numbers: int) -> bool:
-        """Give parts room for so many numbers; return True if all have moved and must be written again."""
-        lacking = {part: count for part, count in numbers.items() if count > self._room[part]}
-        for part, count in lacking.items():
-            self._room[part] = max(ALIGNED, 1 << (count - 1).bit_length())
+        """Give sections room for so many numbers; return True if all have moved and must be written again."""
+        lacking = {section: count for section, count in numbers.items() if count > self._room[section]}
+        for section, count in lacking.items():
+            self._room[section] = max(ALIGNED, 1 << (count - 1).bit_length())
         if lacking:
             self._move()
         return bool(lacking)
 
     def _move(self) -> None:
         ends = np.cumsum(list(self._room.values())).tolist()
-        self._at = {part: slice(end - self._room[part], end) for part, end in zip(PARTS, ends, strict=True)}
+        self._at = {section: slice(end - self._room[section], end) for section, end in zip(SECTIONS, ends, strict=True)}
         self._copies = [_HostCopy(ends[-1], self._device) for _ in range(2)]
         self._on_device = torch.zeros(ends[-1], dtype=torch.int64, device=self._device)
         self._written = 0  # numbers that the next upload takes
         self.moves += 1
 
-    def write(self, part: str) -> Ints:
-        """Return a part on the host, whose numbers the next `upload` takes."""
-        at = self._at[part]
+    def write(self, section: str) -> Ints:
+        """Return a section on the host, to be written; the next `upload` takes it."""
+        at = self._at[section]
         if not self._written:
             self._copies[0].wait()
         self._written = max(self._written, at.stop)
         return self._copies[0].numbers[at]
 
-    def on_device(self, part: str) -> Tensor:
-        """Return a part on the device, a view that stays the same until `moves` counts on."""
-        return self._on_device[self._at[part]]
+    def on_device(self, section: str) -> Tensor:
+        """Return a view of a section on the device, valid until `moves` changes."""
+        return self._on_device[self._at[section]]
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +67,7 @@ class StepBuffer:
         return [self._on_device, *(copy.tensor for copy in self._copies)]
 
     def upload(self) -> None:
-        """Copy what was written since the last upload, if anything was, without waiting for the device."""
+        """Copy the sections written since the last upload, without waiting for the device."""
         if self._written:
             self._copies[0].upload_to(self._on_device[: self._written])
             self._copies.reverse()
@@ -76,7 +76,7 @@ class StepBuffer:
 
 
 class _HostCopy:
-    """Hold numbers on the host, pinned for a GPU, which may be written again once their upload is done."""
+    """A copy on the host, pinned beside a GPU; writable again once its upload is done."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         cuda = device.type == "cuda"

@@ -1,6 +1,6 @@
-"""Compile the attention kernels before requests come: every variant that a batch can ask for, whatever is mixed in it.
+"""Compile the attention kernels before requests come, in every variant that a batch can ask for.
 
-A variant depends on the storage, on whether rows do more than append, choose pages, and are split; and on the model.
+A variant depends on the storage, on whether rows do more than append, choose segments, and are split; and on the model.
 """
 
 from __future__ import annotations
@@ -118,8 +118,10 @@ def variants(batch: RowBatch, *, windowed: bool) -> Iterator[RowBatch]:
     """Yield these rows as every kind of batch that kernels tell apart, of a layer with a window or without one."""
     storage, rows = batch.storage, torch.arange(len(batch.rows) + 1, device=batch.rows.device)
     methods = [method for method in METHODS.values() if storage.name in (method.storages or (storage.name,))]
-    scores, pages = "argmin" in storage.decode_rules, any(method.reads_pages for method in methods)
-    for scored, paged, slid, splits in product({False, scores}, {False, pages}, {False, windowed}, (1, 2)):
-        tasks, first_parts = rows[:-1].repeat_interleave(splits), splits * rows
-        parts = replace(batch, tasks=tasks, first_parts=first_parts)
-        yield replace(parts, scored=scored, paged=paged, windowed=slid, most_entries=1, most_reads=1, most_pages=1)
+    scores, segments = "argmin" in storage.decode_rules, any(method.reads_segments for method in methods)
+    for scored, segmented, slid, splits in product({False, scores}, {False, segments}, {False, windowed}, (1, 2)):
+        tasks, first_splits = rows[:-1].repeat_interleave(splits), splits * rows
+        split = replace(batch, tasks=tasks, first_splits=first_splits)
+        yield replace(
+            split, scored=scored, segmented=segmented, windowed=slid, most_entries=1, most_read=1, most_segments=1
+        )

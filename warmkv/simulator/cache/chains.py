@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from warmkv.policies.prefix_cache import sums_key
-from warmkv.policies.prefix_tree.nodes import NEVER, Copy, Node
+from warmkv.policies.prefix_tree.nodes import EXPIRED, Copy, Node
 from warmkv.policies.prefix_tree.tree import Life, Path, PrefixTree
 from warmkv.simulator.cache.layout import NONE, Layout, Prompt
 from warmkv.simulator.cache.nodes import Nodes, parts_of, upto
@@ -143,7 +143,7 @@ class Chains:
         copy = next((copy for tier in self._memory if (copy := node.copies[tier]).held > at), None)
         if copy is None or node.expires <= now:
             return None
-        mark = (node.mark_ttl, node.mark_expires - now) if at == node.length - 1 else (0.0, NEVER)
+        mark = (node.mark_ttl, node.mark_expires - now) if at == node.length - 1 else (0.0, EXPIRED)
         life = (node.ttl, node.expires - now, *mark, node.reads)
         return MovedBlock(key, node.number, place, copy.size, life, copy.tenant)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Final
 
 import simpy
 from simpy.core import EmptySchedule
@@ -14,7 +14,7 @@ from simpy.events import NORMAL, Event
 FIRST = NORMAL  # the priority that SimPy gives all events: those of the same moment come in the order they were set
 LATE = 2  # behind all those of the same moment
 
-NEVER = -1  # is no alarm's number
+NOT_SET: Final = -1  # is no alarm's number
 
 
 class Alarm:
@@ -24,10 +24,10 @@ class Alarm:
 
     def __init__(self, ring: Callable[[float], Any]) -> None:
         self.ring = ring
-        self.number = NEVER
+        self.number = NOT_SET
 
     def cancel(self) -> None:
-        self.number = NEVER
+        self.number = NOT_SET
 
 
 class Clock(simpy.Environment):

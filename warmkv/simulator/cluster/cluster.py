@@ -26,9 +26,10 @@ from warmkv.simulator.cluster.fleet import Fleet
 from warmkv.simulator.cluster.gateways import SimulatedGateway
 from warmkv.simulator.cluster.jobs import Jobs
 from warmkv.simulator.cluster.memory import pool_bytes, resolved
-from warmkv.simulator.cluster.replica import NEVER, ONE_GROUP, WHOLE_CACHE, Job, SimulatedReplica
+from warmkv.simulator.cluster.replica import ONE_GROUP, WHOLE_CACHE, Job, SimulatedReplica
 from warmkv.simulator.cluster.stores import LayOut, Levels, Stores, laid_out
 from warmkv.simulator.cluster.transfers import Moved
+from warmkv.simulator.engine.formation import NEVER
 from warmkv.simulator.engine.kv_blocks import BLOCK
 from warmkv.simulator.engine.limits import BatchingError, Limits
 from warmkv.simulator.steps.costs import StepKind, StepTimes, times_of
@@ -272,7 +273,7 @@ class Cluster:
                 if self._scales and len(self._fleets) > 1:
                     self._count(job.number, self._group_of[name])
                 fleet.transfers[name].take(job, fetch)
-                gateway.sent(job, name, replica.in_flight, now)
+                gateway.sent(job, name, replica.ongoing, now)
                 return
         replicas = [self._fleets[self._group_of[name]].serving[name] for name in order]
         self._refuse(job, too_large=not any(replica.ever_fits(job) for replica in replicas))
@@ -284,10 +285,10 @@ class Cluster:
     def _count(self, number: int, group: str | None) -> None:
         """Let the autoscaling of a group count a request, and that of another one no more."""
         if (before := self._counted.pop(number, None)) is not None:
-            self._fleets[before].in_flight(-1)
+            self._fleets[before].count(-1)
         if group is not None:
             self._counted[number] = group
-            self._fleets[group].in_flight(1)
+            self._fleets[group].count(1)
 
     def _refuse(self, job: Job, *, too_large: bool = False) -> None:
         job.too_large = too_large
@@ -337,14 +338,26 @@ class Cluster:
     # --- replicas come and go
 
     def _replica(self, group: str, name: str, cache: ReplicaCache) -> SimulatedReplica:
-        kind, fast = self._kinds[group], self._fast_forward
-        config, reading = kind.config, kind.stores.tier_seconds
+        kind = self._kinds[group]
+        config = kind.config
         self._group_of[name] = group
         return SimulatedReplica(
-            self._env, name, config.engine, kind.times, cache, self._slots, fast, self._ended, self._began, reading,
-            kind.mixed, config.prefix_cache.enabled, StepKind.of(config.whole_cache), config.has_one_pool,
-            kind.keep_warm,
-        )  # fmt: skip
+            self._env,
+            name,
+            config.engine,
+            kind.times,
+            cache,
+            self._slots,
+            fast_forward=self._fast_forward,
+            began=self._began,
+            ended=self._ended,
+            tier_seconds=kind.stores.tier_seconds,
+            mixed=kind.mixed,
+            stores=config.prefix_cache.enabled,
+            whole_cache=StepKind.of(config.whole_cache),
+            one_pool=config.has_one_pool,
+            keep_warm=kind.keep_warm,
+        )
 
     def _ready(self) -> None:
         waiting, self._unplaced = self._unplaced, deque()

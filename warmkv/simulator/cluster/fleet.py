@@ -77,14 +77,14 @@ class Fleet:
         for transfers in self.transfers.values():
             transfers.close()
 
-    def in_flight(self, change: int) -> None:
+    def count(self, change: int) -> None:
         """Count requests that came to the gateways or ended."""
         if self._autoscaler is not None:
             self._autoscaler.changed(change, self._env.now)
 
     def ended(self, name: str) -> None:
         """Record the end of a replica's request."""
-        if (replica := self._draining.get(name)) is not None and not replica.in_flight:
+        if (replica := self._draining.get(name)) is not None and not replica.ongoing:
             self._leave(replica)
 
     # --- one comes
@@ -173,13 +173,13 @@ class Fleet:
         del self.serving[replica.name]
         self._changed()
         self._draining[replica.name] = replica
-        if replica.in_flight:
+        if replica.ongoing:
             self._after(self._config.cluster.drain_seconds, partial(self._hurry, replica))
         else:
             self._leave(replica)
 
     def _hurry(self, replica: SimulatedReplica) -> None:
-        if replica.name in self._draining and replica.in_flight and self._open:
+        if replica.name in self._draining and replica.ongoing and self._open:
             self._kill(replica)
 
     def _leave(self, replica: SimulatedReplica) -> None:

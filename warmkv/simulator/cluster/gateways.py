@@ -56,11 +56,11 @@ class SimulatedGateway:
         )
         return choice.order, choice.fetch
 
-    def sent(self, job: Job, replica: str, in_flight: int, now: float) -> None:
+    def sent(self, job: Job, replica: str, ongoing: int, now: float) -> None:
         """Record that a replica took a job, and its queue length as it reported it."""
         self.in_flight.book(job.number, replica)
         if not self._alone:
-            self._told[replica] = (now, in_flight)
+            self._told[replica] = (now, ongoing)
 
     def drop(self, replica: str) -> None:
         """Forget a replica that is gone."""
@@ -68,5 +68,5 @@ class SimulatedGateway:
         self._told.pop(replica, None)
 
     def _queues(self, now: float) -> Mapping[str, int]:
-        """Return the requests in flight by replica as last reported, those of other gateways included."""
-        return {name: in_flight for name, (at, in_flight) in self._told.items() if now - at <= TOLD_SECONDS}
+        """Return the ongoing requests of replicas as last reported, those of other gateways included."""
+        return {name: ongoing for name, (at, ongoing) in self._told.items() if now - at <= TOLD_SECONDS}

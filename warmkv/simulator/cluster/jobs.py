@@ -16,10 +16,11 @@ from warmkv.prefixes.record import Mark
 from warmkv.prefixes.record_columns import RecordColumns
 from warmkv.simulator.cache.layout import NONE, Layout
 from warmkv.simulator.cache.replica_cache import Name
-from warmkv.simulator.cluster.replica import NEVER, Job
+from warmkv.simulator.cluster.replica import Job
+from warmkv.simulator.engine.formation import NEVER
 
 if TYPE_CHECKING:
-    from warmkv.simulator.workload.job_sizes import Sizes
+    from warmkv.simulator.workload.job_sizes import JobSizes
     from warmkv.simulator.workload.requests import FollowUp
 
 Ints = NDArray[np.int64]
@@ -37,7 +38,7 @@ class Jobs:
     def __init__(
         self,
         records: RecordColumns,
-        sizes: Sequence[Sizes],
+        sizes: Sequence[JobSizes],
         marks: Sequence[tuple[Mark, ...]],
         shares: NDArray[np.bool_],
         turns: Mapping[int, FollowUp],
@@ -124,7 +125,7 @@ class Jobs:
     @property
     def slot_bytes(self) -> Ints:
         """Return the bytes of each job's slot."""
-        return np.array([slot_bytes for *_, slot_bytes, _, _, _ in self.sizes], dtype=np.int64)
+        return np.array([sizes.slot_bytes for sizes in self.sizes], dtype=np.int64)
 
     def served(self, since: int = 0) -> Ints:
         """Return the numbers of the jobs, from one on, that a replica has served."""
@@ -139,17 +140,16 @@ class Jobs:
         columns = zip(
             numbers, records.tenant[part].tolist(), records.block_size[part].tolist(),
             np.maximum(output, most).tolist(), self.arrival[start:stop], self._marks[start:stop],
-            records.input_tokens[part].tolist(), output.tolist(), self.sizes[start:stop],
-            records.is_named("api", "messages", part).tolist(), self._shares[part].tolist(), strict=False,
+            records.input_tokens[part].tolist(), output.tolist(),
+            records.is_named("api", "messages", part).tolist(), self._shares[part].tolist(), self.sizes[start:stop],
+            strict=False,
         )  # fmt: skip
         made = [
             Job(
-                number, records, names[tenant], block_size, allowed, arrival, marks, prompt, drawn, kind, kept,
-                capacity, recomputed, slot_bytes, workspace_bytes, sum_bytes, endless, marked, shares,
+                number, records, names[tenant], block_size, allowed, arrival, marks, prompt, drawn, marked, shares,
+                *sizes,
             )
-            for number, tenant, block_size, allowed, arrival, marks, prompt, drawn, (
-                kind, kept, capacity, recomputed, slot_bytes, workspace_bytes, sum_bytes, endless,
-            ), marked, shares in columns
+            for number, tenant, block_size, allowed, arrival, marks, prompt, drawn, marked, shares, sizes in columns
         ]  # fmt: skip
         if self.layout is not None:
             for job, prompt in zip(made, self.layout.prompts[start:stop], strict=False):

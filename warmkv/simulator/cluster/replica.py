@@ -23,13 +23,12 @@ from warmkv.simulator.cluster.clock import Alarm, Clock
 from warmkv.simulator.cluster.kept_warm import KeptWarm
 from warmkv.simulator.engine.batch import Load
 from warmkv.simulator.engine.block_pool import BlockPool
-from warmkv.simulator.engine.formation import BatchFormation
+from warmkv.simulator.engine.formation import NEVER, BatchFormation
 from warmkv.simulator.engine.limits import Limits
 from warmkv.simulator.engine.mixed import MixedBudget
 from warmkv.simulator.engine.shortest_first import ShortestFirst
 from warmkv.simulator.steps.costs import FREE, PhaseCosts, StepKind, StepTimes, keys_per_token
 
-NEVER = -1.0
 ONE_GROUP = ("",)
 NO_COSTS = PhaseCosts(FREE, FREE)
 WHOLE_CACHE = StepKind.of(PolicySpec())
@@ -48,16 +47,16 @@ class Job:
     marks: tuple[Mark, ...]
     prompt: int  # tokens
     output: int  # tokens
+    marked: bool  # whether breakpoints say what is read and written, as in the Messages API
+    shares: bool  # whether it reads or writes prefixes that are billed by breakpoint
     kind: StepKind
     kept: int  # entries of its slot at the hand-off
     capacity: int  # entries it may grow to; 0 if it draws at most one token
     recomputed: int  # prompt tokens that are computed even if they are warm
     slot_bytes: int
     workspace_bytes: int
-    sum_bytes: int = 0  # of the column sums of a token, if its policy needs them
-    endless: bool = False  # whether it may go on beyond the context
-    marked: bool = True  # whether breakpoints say what is read and written, as in the Messages API
-    shares: bool = False  # whether it reads or writes prefixes that are billed by breakpoint
+    sum_bytes: int  # of the column sums of a token, if its policy needs them
+    endless: bool  # whether it may go on beyond the context
     blocks: Prompt = field(init=False, repr=False)  # once the prompts are laid out
     gateway: int = 0  # the one that it comes to
     generated: tuple[Name, ...] = ()  # blocks that end within its answer, those that are part of other prompts
@@ -127,13 +126,14 @@ class SimulatedReplica:
         times: StepTimes,
         cache: ReplicaCache,
         slots: TimeWeightedGauge,
+        *,
         fast_forward: bool = True,
-        ended: Callable[[Job], None] = lambda job: None,
         began: Callable[[Job], None] = lambda job: None,
+        ended: Callable[[Job], None] = lambda job: None,
         tier_seconds: tuple[float, float] = (0.0, 0.0),
         mixed: Limits | None = None,
         stores: bool = True,
-        whole: StepKind = WHOLE_CACHE,
+        whole_cache: StepKind = WHOLE_CACHE,
         one_pool: bool = False,  # of blocks for requests and prefixes, as vLLM has; with `mixed`
         keep_warm: int = 0,  # blocks of such a pool that touches keep
     ) -> None:
@@ -142,7 +142,7 @@ class SimulatedReplica:
         self._ended, self._began = ended, began
         self._overhead = times.overhead
         self._tier_seconds = tier_seconds if any(tier_seconds) else None
-        self.in_flight = 0
+        self.ongoing = 0
         self._expected = 0  # of them, those whose blocks are on their way
         self._costs: dict[StepKind, tuple[PhaseCosts, Load, float]] = {}  # of all requests so far
         alarm = self._alarm = Alarm(lambda now: None)
@@ -163,7 +163,7 @@ class SimulatedReplica:
                     self._kept = KeptWarm(self, clock, cache, self._pool, keep_warm, self._touch)
             owner = self._kept or self
             self._engine = MixedBudget(
-                owner, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(whole), pool=self._pool
+                owner, self.waiting, wake, fast_forward, limits=mixed, costs=times.of(whole_cache), pool=self._pool
             )
         alarm.ring, cache.came = self._engine.resume, self._blocks_came
 
@@ -179,7 +179,7 @@ class SimulatedReplica:
 
     def expect(self) -> None:
         """Announce a job that is submitted once its fetched blocks have come."""
-        self.in_flight += 1
+        self.ongoing += 1
         self._expected += 1
 
     def submit(self, job: Job, *, expected: bool = False) -> None:
@@ -188,7 +188,7 @@ class SimulatedReplica:
         if expected:
             self._expected -= 1
         else:
-            self.in_flight += 1
+            self.ongoing += 1
         delay = 0
         if self._pool is not None:
             job.names = (*self.cache.names(job.blocks), *job.generated)
@@ -321,5 +321,5 @@ class SimulatedReplica:
             self.cache.keep(job.generated[-1], job.tenant, now)
         job.finished = now + self._overhead
         self._slots.change(-job.slot_bytes, now)
-        self.in_flight -= 1
+        self.ongoing -= 1
         self._ended(job)

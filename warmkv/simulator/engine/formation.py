@@ -10,10 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from warmkv.simulator.engine.batch import DecodeBatch
 from warmkv.simulator.steps.costs import Line, run_seconds, steps_until
+
+NEVER: Final = -1.0
+"""The time of what has not happened to a request."""
 
 
 class EngineRequest(Protocol):

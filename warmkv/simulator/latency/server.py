@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from warmkv.policies.fair_queue import NO_TAG, FairQueue, Tag
+from warmkv.simulator.engine.formation import NEVER
 from warmkv.simulator.engine.limits import BatchingError, Limits
 from warmkv.simulator.engine.mixed import MixedBudget, Work
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost
 
-NEVER = -1.0
 NONE: Work = (0, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
 class ServedRequest:
-    """A request, and what became of it. Times are virtual seconds, NEVER until they are known."""
+    """A request, and what became of it. Times are virtual seconds, `NEVER` until they are known."""
 
     arrival: float
     prompt: int  # tokens, at least 1

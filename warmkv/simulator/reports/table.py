@@ -18,7 +18,7 @@ from warmkv.simulator.reports.conclusion import conclude, duration
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replays.replay import Amount, Result
 from warmkv.simulator.studies.replays.summary import figures
-from warmkv.terminal import plain_table, ruled_table, show_table
+from warmkv.terminal import plain_table, ruled_table, show_table, three_digits
 
 MOST_ROWS = 10
 """Variants in the first table, which fits on a screen of 80 columns and 24 lines."""
@@ -44,7 +44,7 @@ def show_overview(
     for r in results[:MOST_ROWS]:
         ttl = "as marked" if r.ttl is None else duration(r.ttl)
         sizes = (_size(r.stored.peak), _size(r.slots.peak))
-        times = (_short(r.ttft.p50 * 1000), _short(r.ttft.p99 * 1000))
+        times = (three_digits(r.ttft.p50 * 1000), three_digits(r.ttft.p99 * 1000))
         refused = (f"{r.refused / r.requests:.1%}",) if some_refused else ()
         table.add_row(r.policy, ttl, f"{r.token_hit_rate:.1%}", *sizes, *times, f"${r.dollars:,.2f}", *refused)
     show_table(table, console)
@@ -159,11 +159,11 @@ def _service(results: Sequence[Result]) -> Table:
     for r in results:
         table.add_row(
             *_name(r),
-            _short(r.ttft.p95 * 1000),
-            _short(r.e2e.p95),
+            three_digits(r.ttft.p95 * 1000),
+            three_digits(r.e2e.p95),
             f"{r.in_slo / r.requests if r.requests else 0:.1%}",
-            _short(r.goodput),
-            _short(r.gpu_hours),
+            three_digits(r.goodput),
+            three_digits(r.gpu_hours),
             f"${r.gpu_dollars:,.2f}",
             f"${r.gpu_dollars_per_million_tokens:,.3f}",
         )
@@ -186,19 +186,14 @@ def _count(number: int) -> str:
 
 
 def _size(size: float) -> str:
-    return f"{_short(size / 2**30)} GiB" if size >= 2**30 else f"{_short(size / 2**20)} MiB"
+    return f"{three_digits(size / 2**30)} GiB" if size >= 2**30 else f"{three_digits(size / 2**20)} MiB"
 
 
 def _level(level: Amount) -> str:
     """Return mean and peak in MiB, or in GiB where there are many."""
     size, unit = (2**30, "G") if level.peak >= 10 * 2**30 else (2**20, "M")
-    return f"{_short(level.mean / size)} {_short(level.peak / size)} {unit}"
+    return f"{three_digits(level.mean / size)} {three_digits(level.peak / size)} {unit}"
 
 
 def _triple(values: Percentiles, factor: float) -> str:
-    return " ".join(_short(value * factor) for value in (values.p50, values.p90, values.p99))
-
-
-def _short(number: float) -> str:
-    """Format with three figures, in at most five characters below 100,000."""
-    return f"{number:.2f}" if number < 10 else f"{number:.1f}" if number < 100 else f"{number:,.0f}"
+    return " ".join(three_digits(value * factor) for value in (values.p50, values.p90, values.p99))

@@ -30,7 +30,7 @@ Scope = Literal["global", "session", "tenant"]
 
 GRACE = 1e-6  # seconds: an index drops a block at the end of its TTL, here it is found to the second
 PROGRESS_EVERY = 100  # requests
-NEVER = 1 << 62  # is no request's number
+NOT_REUSED = 1 << 62  # is no request's number
 
 
 class CacheSimError(UserError):
@@ -205,7 +205,7 @@ def optimal(
             ):
                 if place < hit:
                     free += held.pop(key)[1]
-                if need == NEVER:
+                if need == NOT_REUSED:
                     continue  # nor is anything behind it needed
                 while free < weight and latest and -latest[0][0] > need:
                     due, _, other = heapq.heappop(latest)
@@ -271,13 +271,13 @@ def _stand_for_prefixes(trace: Trace) -> bool:
 
 
 def _needs(trace: Trace, ttl: float) -> Ints:
-    """Return the request that uses each block next, by number; NEVER if none does within the TTL."""
+    """Return the request that uses each block next, by number; `NOT_REUSED` if none does within the TTL."""
     request = np.repeat(np.arange(len(trace)), np.diff(trace.offsets))
     order = np.argsort(trace.blocks, kind="stable")
     again = trace.blocks[order][1:] == trace.blocks[order][:-1]
     first, following = order[:-1][again], order[1:][again]
     in_time = trace.arrival[request[following]] - trace.arrival[request[first]] <= ttl
-    found: Ints = np.full(len(trace.blocks), NEVER)
+    found: Ints = np.full(len(trace.blocks), NOT_REUSED)
     found[first[in_time]] = request[following[in_time]]
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +14,28 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record_columns import RecordColumns
 from warmkv.simulator.steps.costs import StepKind
 
-Sizes = tuple[StepKind, int, int, int, int, int, int, bool]
-"""What a job takes: fields of `Job`, from `kind` on."""
-
 Ints = NDArray[np.int64]
 Numbers = NDArray[np.integer[Any]]
 Specs = tuple[Sequence[PolicySpec], Numbers]
 """Policies, and which of them each request has."""
 
 
-def sizes_of(records: RecordColumns, specs: Specs, marked: bool, shape: KVShape, max_context: int) -> Sequence[Sizes]:
+class JobSizes(NamedTuple):
+    """What a request takes of a replica: what `Job` says from `kind` on."""
+
+    kind: StepKind
+    kept: int
+    capacity: int
+    recomputed: int
+    slot_bytes: int
+    workspace_bytes: int
+    sum_bytes: int
+    endless: bool
+
+
+def sizes_of(
+    records: RecordColumns, specs: Specs, marked: bool, shape: KVShape, max_context: int
+) -> Sequence[JobSizes]:
     """Return the sizes of every job, those that are alike as one object. A slot is sized for what its request allowed.
 
     `marked` tells whether the breakpoints of the records count.
@@ -47,15 +59,18 @@ def sizes_of(records: RecordColumns, specs: Specs, marked: bool, shape: KVShape,
     return [sizes[place] for place in places.reshape(-1).tolist()]
 
 
-def _whole_sizes(prompts: Ints, allowed: Ints, kind: StepKind, shape: KVShape) -> list[Sizes]:
+def _whole_sizes(prompts: Ints, allowed: Ints, kind: StepKind, shape: KVShape) -> list[JobSizes]:
     """Compute sizes as `_size`, where all is kept as it is: closed forms, of many at once."""
     entries = np.where(allowed > 1, prompts + allowed - 1, 0)
     slots, workspaces = size_classes(entries) * shape.token_bytes, prompts * shape.token_bytes
     columns = (column.tolist() for column in (prompts, entries, slots, workspaces))
     return [
-        (kind, prompt, capacity, 1, slot, workspace, 0, False)
+        JobSizes(
+            kind, kept=prompt, capacity=capacity, recomputed=1, slot_bytes=slot, workspace_bytes=workspace,
+            sum_bytes=0, endless=False,
+        )
         for prompt, capacity, slot, workspace in zip(*columns, strict=True)
-    ]
+    ]  # fmt: skip
 
 
 def size_classes(entries: Ints) -> Ints:
@@ -74,7 +89,7 @@ def _size(
     shape: KVShape,
     max_context: int,
     forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]],
-) -> Sizes:
+) -> JobSizes:
     """Return the sizes of a job that may draw `allowed` tokens.
 
     `forced` keeps what is known of the policies in force, by their identity, from one call to the next.
@@ -83,13 +98,13 @@ def _size(
     if id(spec) not in forced:
         forced[id(spec)] = (spec, StepKind.of(spec), {})
     _, kind, rows = forced[id(spec)]
-    return (
+    return JobSizes(
         kind,
-        budgets.kept_tokens(spec, prompt),
-        budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,
-        budgets.recomputed_tokens(spec, prompt),
-        slot_sizes.slot_bytes(spec, shape, prompt, allowed, rows) if allowed > 1 else 0,
-        slot_sizes.workspace_bytes(spec, shape, prompt, marks),
-        slot_sizes.column_sum_bytes(spec, shape, prompt),
-        budgets.is_endless(spec, prompt, allowed, max_context),
+        kept=budgets.kept_tokens(spec, prompt),
+        capacity=budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,
+        recomputed=budgets.recomputed_tokens(spec, prompt),
+        slot_bytes=slot_sizes.slot_bytes(spec, shape, prompt, allowed, rows) if allowed > 1 else 0,
+        workspace_bytes=slot_sizes.workspace_bytes(spec, shape, prompt, marks),
+        sum_bytes=slot_sizes.column_sum_bytes(spec, shape, prompt),
+        endless=budgets.is_endless(spec, prompt, allowed, max_context),
     )

@@ -14,7 +14,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.cache.layout import Layout, layout
-from warmkv.simulator.workload.job_sizes import Sizes, Specs, sizes_of
+from warmkv.simulator.workload.job_sizes import JobSizes, Specs, sizes_of
 
 KEPT = 1 << 20
 """Requests, all policies together, whose sizes are kept: about 200 MB."""
@@ -29,7 +29,7 @@ class ReplayInputs:
     def __init__(self, records: Sequence[RequestRecord], blocks: NDArray[np.int64] | None = None) -> None:
         self.records = columns_of(records)
         self._blocks = blocks
-        self._sizes: OrderedDict[Hashable, Sequence[Sizes]] = OrderedDict()
+        self._sizes: OrderedDict[Hashable, Sequence[JobSizes]] = OrderedDict()
 
     @cached_property
     def layout(self) -> Layout:
@@ -42,7 +42,7 @@ class ReplayInputs:
 
     def sizes(
         self, policy: PolicySpec | None, specs: Specs, marked: bool, shape: KVShape, max_context: int
-    ) -> Sequence[Sizes]:
+    ) -> Sequence[JobSizes]:
         """Compute sizes as `sizes_of`, where `specs` are all `policy`, or the recorded ones if that is None."""
         key = (policy and policy.label, shape, max_context, marked)
         found = self._sizes.get(key)

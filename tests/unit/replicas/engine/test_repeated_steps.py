@@ -111,7 +111,7 @@ class Fault:
 @contextmanager
 def failing_inside(fault: Fault) -> Iterator[None]:
     """Let attention fail after the new tokens are written, before what they receive is counted."""
-    names = ("attend_rows", "attend_packed", "attend_pages")
+    names = ("attend_rows", "attend_packed", "attend_segments")
     own = {name: getattr(slabs, name) for name in names}
 
     def wrapped(name: str) -> Any:

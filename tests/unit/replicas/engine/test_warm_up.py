@@ -116,7 +116,7 @@ def test_after_a_start_no_request_compiles_a_kernel():
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[RowBatch]:
     """Let kernels be there, and note the batches that they are launched with."""
     launches = list[RowBatch]()
-    monkeypatch.setattr(kernels, "reads", lambda storage, *_: storage.kernel is not None)
+    monkeypatch.setattr(kernels, "supports", lambda storage, *_: storage.kernel is not None)
     monkeypatch.setattr(kernels, "attend", lambda batch, *_: launches.append(batch))
     return launches
 

@@ -29,7 +29,7 @@ ALONE = [policy for policy in MORE if "kivi" not in policy]
 @pytest.fixture(scope="module", autouse=True)
 def _fused() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "reads", lambda storage, dtype, device: storage.kernel is not None)
+        patch.setattr(kernels, "supports", lambda storage, dtype, device: storage.kernel is not None)
         yield
 
 

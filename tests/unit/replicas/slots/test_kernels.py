@@ -304,42 +304,42 @@ def test_logits_far_from_1_neither_overflow_nor_vanish(device, size):
     st.data(),
 )
 @settings(max_examples=8)
-def test_only_chosen_pages_are_read(device, head_dim, page, lengths, dtype, seed, data):
-    count = -(-60 // page)
-    case = Case("model", dtype, 2, 3, head_dim, page * count, tuple(lengths), seed=seed)
+def test_only_chosen_segments_are_read(device, head_dim, segment, lengths, dtype, seed, data):
+    count = -(-60 // segment)
+    case = Case("model", dtype, 2, 3, head_dim, segment * count, tuple(lengths), seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Case, "kind", RowKind(capacity=page * count, page=page))
+        patch.setattr(Case, "kind", RowKind(capacity=segment * count, segment=segment))
         rows = Rows(case, device, garbage=0.0)
     memory, state = rows.slab.memory, rows.slab.state
-    state.reads[:] = [data.draw(st.integers(1, 62)) for _ in lengths]
+    state.read_limit[:] = [data.draw(st.integers(1, 62)) for _ in lengths]
     state.channels[:] = [data.draw(st.integers(1, head_dim)) for _ in lengths]
     keys, values = (x.clone().to(device) for x in (rows.keys, rows.values))
     for row, length in enumerate(lengths):
         keys[row, length - 1], values[row, length - 1] = rows.key[0, row], rows.value[0, row]
         for bounds, beyond, widest in ((memory.lowest, math.inf, torch.amin), (memory.highest, -math.inf, torch.amax)):
             old = keys[row, : length - 1]
-            whole = torch.nn.functional.pad(old, (0, 0, 0, page * count - len(old)), value=beyond)
-            bounds[LAYER, row] = widest(whole.view(count, page, head_dim), dim=1)
+            whole = torch.nn.functional.pad(old, (0, 0, 0, segment * count - len(old)), value=beyond)
+            bounds[LAYER, row] = widest(whole.view(count, segment, head_dim), dim=1)
     used = torch.tensor(lengths, device=device)
     lowest, highest = (
         torch.stack(
             [
-                torch.nn.functional.pad(keys[row, :n], (0, 0, 0, page * count - n), value=beyond)
+                torch.nn.functional.pad(keys[row, :n], (0, 0, 0, segment * count - n), value=beyond)
                 for row, n in enumerate(lengths)
             ]
-        ).view(2, count, page, head_dim)
+        ).view(2, count, segment, head_dim)
         for beyond in (math.inf, -math.inf)
     )
-    bounds = [each.masked_fill(each.isinf(), 0.0) for each in (lowest.amin(2), highest.amax(2))]  # of pages in use
-    reads, channels = (torch.from_numpy(x.copy()).to(device) for x in (state.reads, state.channels))
+    bounds = [each.masked_fill(each.isinf(), 0.0) for each in (lowest.amin(2), highest.amax(2))]  # of segments in use
+    reads, channels = (torch.from_numpy(x.copy()).to(device) for x in (state.read_limit, state.channels))
     query, most = rows.query.view(2, 3, head_dim), int(reads.max())
     scale = rows.softmax.scale
-    chosen = attention.choose_entries(query, *bounds, used, reads, channels, page * count, most, scale)
-    wanted = attention.attend_pages(query, keys, values, *bounds, used, reads, channels, most, Softmax(scale))
+    chosen = attention.choose_entries(query, *bounds, used, reads, channels, segment * count, most, scale)
+    wanted = attention.attend_segments(query, keys, values, *bounds, used, reads, channels, most, Softmax(scale))
     for row, length in enumerate(lengths):  # the entry of the new token is written whether it is read or not
-        read = chosen[row][chosen[row] < page * count]
+        read = chosen[row][chosen[row] < segment * count]
         assert len(read) == len(set(read.tolist())) == min(int(reads[row]), length)
-        unread = torch.ones(page * count, dtype=torch.bool, device=device).index_fill(0, read, False)
+        unread = torch.ones(segment * count, dtype=torch.bool, device=device).index_fill(0, read, False)
         memory.keys[0][LAYER, row, unread] = memory.values[0][LAYER, row, unread] = math.nan
     rows.tables._slots = ()
     rows.batch = rows.take()
@@ -365,7 +365,7 @@ def test_where_there_is_no_gpu_nothing_is_read_by_kernels_unless_they_are_interp
     assert not kernels.is_available(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        assert not kernels.reads(STORAGES["kivi4"], torch.float64, torch.device("cpu"))
+        assert not kernels.supports(STORAGES["kivi4"], torch.float64, torch.device("cpu"))
 
 
 MIXES = [
@@ -479,10 +479,10 @@ for storage in sys.argv[2:]:
     assert "mma.sync" in compiled["attend_split"].asm["ptx"], "no tensor cores"
     print(storage, *(kernel.metadata.shared for kernel in compiled.values()))
 if "model" in sys.argv:
-    Case.kind = RowKind(128, page=4)
+    Case.kind = RowKind(128, segment=4)
     Rows(Case("model", torch.float16, 2, 4, 128, 128, (128, 96)), cpu, 0.0).attend()
     assert "v4.b32" in compiled["attend_split"].asm["ptx"], "rows are aligned, so 16 bytes are loaded at once"
-    print("pages", *(kernel.metadata.shared for kernel in compiled.values()))
+    print("segments", *(kernel.metadata.shared for kernel in compiled.values()))
 if "fp8" in sys.argv:
     from tests.unit.replicas.slots import test_paged_kernels
     from warmkv.policies.slot_sizes import KVShape
@@ -493,9 +493,9 @@ if "fp8" in sys.argv:
     test_paged_kernels.attended([PolicySpec()], 1, 64, torch.float16, cpu)
     assert "v4.b32" in compiled["attend_split"].asm["ptx"], "pages are aligned, too"
     print("in-pages", *(compiled[name].metadata.shared for name in ("put", "attend_split")))
-pages = {"estimate_pages", "choose_entries"}
-wanted = {"put", "attend_split", "combine", "sum_received"} | pages
-assert set(compiled) == wanted - (pages if "model" not in sys.argv else set()), compiled
+segments = {"estimate_segments", "choose_entries"}
+wanted = {"put", "attend_split", "combine", "sum_received"} | segments
+assert set(compiled) == wanted - (segments if "model" not in sys.argv else set()), compiled
 """
 
 

@@ -22,7 +22,7 @@ from warmkv.policies.compression.selection import Selection
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import METHODS, STORAGES, PolicySpec
-from warmkv.replicas.slots import hand_over, kernels
+from warmkv.replicas.slots import hand_off, kernels
 from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.slot import SlotRequest
 from warmkv.replicas.slots.slots import SlotPool
@@ -89,7 +89,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     counted = Calls()
     for module, names in (
         ("update", ("put",)),
-        ("choose", ("estimate_pages", "choose_entries")),
+        ("choose", ("estimate_segments", "choose_entries")),
         ("decode", ("attend_split", "combine", "sum_received")),
     ):
         fakes = SimpleNamespace(**{name: Grid(counted.kernel(name)) for name in names})
@@ -178,7 +178,7 @@ def test_addresses_stay_while_requests_join_and_leave(calls):
 
 
 def test_one_launch_attends_rows_of_every_method_in_the_models_dtype(calls):
-    """Beside each other: full, a ring, argmin and pages."""
+    """Beside each other: full, a ring, argmin and segments."""
     pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
     policies = ("full", "streaming_llm@20", "h2o@20", "rocketkv@20:window=4", "pyramidkv@20")
     mixed = [filled(pool, PolicySpec.model_validate(policy), 60 + 20 * at, 6) for at, policy in enumerate(policies)]
@@ -213,7 +213,7 @@ def test_a_hand_off_fills_layers_that_keep_as_much_by_the_launches_of_one(calls,
     """But for what is stacked of their selections, one tensor of each."""
 
     def launched(layers: int, at_once: int = 1 << 26) -> int:
-        monkeypatch.setattr(hand_over, "FILLED_AT_ONCE", at_once)
+        monkeypatch.setattr(hand_off, "FILLED_AT_ONCE", at_once)
         shape = replace(SHAPE, layers=layers)
         spec = budgets.in_force(PolicySpec.model_validate(policy), 300, 8)
         pool = SlotPool(shape, torch.float32, torch.device("cpu"))

@@ -53,7 +53,7 @@ def request(name: str, length: int, *, policy: str = "full", new: int = 24, seed
 def in_slabs(length: int, policy: str = "full", new: int = 24, seed: int = 0) -> list[int]:
     """Return what a request draws by itself where nothing lies in pages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "reads_pages", lambda dtype, device: False)
+        patch.setattr(kernels, "supports_pages", lambda dtype, device: False)
         return driver().run(request("alone", length, policy=policy, new=new, seed=seed))[0]
 
 
@@ -195,7 +195,7 @@ def test_what_was_set_aside_resumes_in_the_blocks_that_others_keep(in_pages: Non
     greedy = [of("greedy", seed, new=60) for seed in range(5)]
     modest = of("modest", 9, new=6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "reads_pages", lambda dtype, device: False)
+        patch.setattr(kernels, "supports_pages", lambda dtype, device: False)
         expected = Driver(MODELS["llama"], max_slots=6).run(*greedy, modest)
         patch.undo()
         patch.setattr("warmkv.replicas.slots.paged.LEAST_PAGE", 8)

@@ -18,7 +18,7 @@ from warmkv.replicas.protocol import GenerateRequest
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.row_tables import padded_batch
-from warmkv.replicas.slots.step_buffer import PARTS, StepBuffer
+from warmkv.replicas.slots.step_buffer import SECTIONS, StepBuffer
 
 SIZE = 16
 GARBAGE = 1 << 40
@@ -27,7 +27,7 @@ GARBAGE = 1 << 40
 
 @given(
     st.lists(
-        st.dictionaries(st.sampled_from(PARTS), st.lists(st.integers(0, 99), min_size=1, max_size=40), min_size=1),
+        st.dictionaries(st.sampled_from(SECTIONS), st.lists(st.integers(0, 99), min_size=1, max_size=40), min_size=1),
         min_size=1,
         max_size=12,
     )
@@ -35,15 +35,15 @@ GARBAGE = 1 << 40
 def test_what_was_written_last_is_on_the_device(steps: list[dict[str, list[int]]]) -> None:
     buffer = StepBuffer(torch.device("cpu"))
     for step in steps:
-        buffer.reserve(**{part: len(numbers) for part, numbers in step.items()})
-        for part, numbers in step.items():
-            buffer.write(part)[: len(numbers)] = numbers
+        buffer.reserve(**{section: len(numbers) for section, numbers in step.items()})
+        for section, numbers in step.items():
+            buffer.write(section)[: len(numbers)] = numbers
         before = buffer.uploads
         buffer.upload()
         buffer.upload()
         assert buffer.uploads == before + 1
-        for part, numbers in step.items():
-            assert buffer.on_device(part)[: len(numbers)].tolist() == numbers
+        for section, numbers in step.items():
+            assert buffer.on_device(section)[: len(numbers)].tolist() == numbers
 
 
 def test_it_moves_only_when_a_part_has_to_grow() -> None:

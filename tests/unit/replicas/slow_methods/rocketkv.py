@@ -10,7 +10,7 @@ from torch import Tensor, stack
 from tests.unit.replicas.slow_methods import LayerView
 from tests.unit.replicas.slow_methods.snapkv import ends, scores
 
-__all__ = ["KEPT", "SERVED", "attend", "ends", "layer_budgets", "pages", "scores"]
+__all__ = ["KEPT", "SERVED", "attend", "ends", "layer_budgets", "scores", "segments"]
 
 KEPT = ["rocketkv@8:window=4,kernel=5", "rocketkv@0.1:window=2,kernel=3"]
 SERVED = ["rocketkv@10:window=4,kernel=5", "rocketkv@30:window=4"]
@@ -26,16 +26,18 @@ def kept(tokens: int, budget: int) -> int:
     return math.floor(round(tokens / ratio**alpha, 6))
 
 
-def pages(tokens: int, budget: int, head_dim: int) -> tuple[int, int, int]:
-    """Return the entries of a page, those that a step reads, and the channels by which it chooses."""
+def segments(tokens: int, budget: int, head_dim: int) -> tuple[int, int, int]:
+    """Return the entries of a segment, those that a step reads, and the channels by which it chooses."""
     left = kept(tokens, budget)
-    page = next(size for size in range(1, left + 1) if size * size * budget >= left)
-    if page * budget > left:
-        page = 1
-    return page, budget // 2, max(1, head_dim * page * budget // left)
+    segment = next(size for size in range(1, left + 1) if size * size * budget >= left)
+    if segment * budget > left:
+        segment = 1
+    return segment, budget // 2, max(1, head_dim * segment * budget // left)
 
 
-def attend(queries: Tensor, keys: list[Tensor], values: list[Tensor], page: int, reads: int, channels: int) -> Tensor:
+def attend(
+    queries: Tensor, keys: list[Tensor], values: list[Tensor], segment: int, reads: int, channels: int
+) -> Tensor:
     """Return queries [group, d] on the `reads` entries of one KV head that promise most, by estimates from some
     channels.
     """
@@ -46,8 +48,8 @@ def attend(queries: Tensor, keys: list[Tensor], values: list[Tensor], page: int,
     for query in queries:
         estimates = []
         for entry in range(len(keys)):
-            first = entry // page * page
-            neighbours = keys[first : first + page]
+            first = entry // segment * segment
+            neighbours = keys[first : first + segment]
             estimate = 0.0
             for c in largest:
                 column = [float(key[c]) for key in neighbours]

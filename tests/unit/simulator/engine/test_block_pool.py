@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT
 from warmkv.simulator.engine.block_pool import BlockPool
+from warmkv.simulator.engine.formation import NEVER
 from warmkv.simulator.engine.limits import Limits
 from warmkv.simulator.engine.mixed import MixedBudget
-from warmkv.simulator.latency.server import NEVER, ServedRequest, Server
+from warmkv.simulator.latency.server import ServedRequest, Server
 from warmkv.simulator.steps.costs import PhaseCosts
 
 LIMITS = [

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT
+from warmkv.simulator.engine.formation import NEVER
 from warmkv.simulator.engine.limits import Limits
-from warmkv.simulator.latency.server import NEVER, ServedRequest, Server
+from warmkv.simulator.latency.server import ServedRequest, Server
 from warmkv.simulator.steps.costs import StepCost
 
 LIMITS = [

@@ -144,16 +144,16 @@ def tokenize(tokenizer: Any, rendered: Rendered, cache: TokenCache, root: bytes,
     return Prompt(tuple(tokens.tolist()), tuple(ends), rendered.ttls, head, tuple(hashes), root, rendered.outline)
 
 
-def num_tokens(tokenizer: Any, rendered: Rendered) -> int:
-    """Count the tokens of a conversation, however long: they take hundreds of bytes each, and are never held together.
+def token_counts(tokenizer: Any, pieces: Iterable[Piece]) -> Iterator[int]:
+    """Count tokens slice by slice: they take hundreds of bytes each, and are never held together.
 
     A piece that is longer than `SLICE` is cut, which can add a token or two.
     """
-    return sum(len(ids) for group in _groups(rendered.pieces) for ids in _encode(tokenizer, group))
+    return (sum(map(len, _encode(tokenizer, group))) for group in slices(pieces))
 
 
-def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield the pieces, long ones cut, in groups of at most `SLICE` characters."""
+def slices(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces, long ones cut, in groups of at most `SLICE` characters."""
     group, size = list[Piece](), 0
     for piece in pieces:
         for start in range(0, len(piece.text), SLICE):

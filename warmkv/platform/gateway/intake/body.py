@@ -65,10 +65,10 @@ class Intake:
             lane = self._large if len(body) >= LARGE_BYTES else self._small
             seconds = min(PARSE_SECONDS, self._config.request_timeout_seconds)
             try:
-                return await unless_left(request, lane.run(partial(work, body), seconds))
+                return await until_disconnect(request, lane.run(partial(work, body), seconds))
             except LackingError as lacking:
-                await unless_left(request, lacking.fetch())
-            return await unless_left(request, lane.run(partial(work, body), seconds))
+                await until_disconnect(request, lacking.fetch())
+            return await until_disconnect(request, lane.run(partial(work, body), seconds))
 
     async def _read(self, request: Request, share: Share, limit: int) -> bytes:
         too_large = f"The request body exceeds {limit} bytes (gateway.max_body_bytes)."
@@ -175,7 +175,7 @@ class Lane:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, which is cancelled when the client leaves. Raises ClientDisconnect then.
 
     The request's body must have been read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.overflow import PromptTooLongError
 from warmkv.platform.gateway.apis.prompt import render
 from warmkv.platform.gateway.apis.token_cache import TokenCache
-from warmkv.platform.gateway.apis.tokens import SLICE, Prompt, Rendered, num_tokens, tokenize
+from warmkv.platform.gateway.apis.tokens import Kind, Piece, Prompt, Rendered, token_counts, tokenize
 from warmkv.platform.gateway.apis.turns import Turn
 from warmkv.platform.gateway.service import Arrival
 from warmkv.platform.tenants import chain_root
@@ -73,7 +73,7 @@ class Prompts:
         except PromptTooLongError as error:
             if error.exact:
                 return error.tokens
-        return num_tokens(tokenizer, self._cut(_rendered(tokenizer, said, variables)))
+        return sum(token_counts(tokenizer, self._cut(_rendered(tokenizer, said, variables)).pieces))
 
     def _cut(self, rendered: Rendered) -> Rendered:
         return rendered.cut() if self._cuts else rendered
@@ -84,19 +84,18 @@ class Prompts:
         Texts of many bytes are counted in slices first. A cut can only add a token or two, so that twice the context
         is more than enough to refuse. A text without a template may contain special tokens.
         """
-        is_text = isinstance(said, str)
+        kind: Kind = "more" if isinstance(said, str) else "content"
         texts = [said] if isinstance(said, str) else [text for turn in said for text in _texts(turn)]
         characters = sum(map(len, texts))
         if characters > most * self.longest_token:  # a character is a byte at least
             raise PromptTooLongError(-(-characters // self.longest_token), self.max_context, field, exact=False)
         if sum(len(text.encode()) for text in texts) <= BYTES_PER_TOKEN * most:
             return
-        counted = 0
-        for group in slices(texts):
-            batch = tokenizer(group, add_special_tokens=False, split_special_tokens=not is_text)
-            counted += sum(map(len, batch["input_ids"]))
-            if counted > 2 * most:
-                raise PromptTooLongError(counted, self.max_context, field, exact=False)
+        tokens = 0
+        for count in token_counts(tokenizer, [Piece(text, kind) for text in texts]):
+            tokens += count
+            if tokens > 2 * most:
+                raise PromptTooLongError(tokens, self.max_context, field, exact=False)
 
 
 def _texts(turn: Turn) -> Iterator[str]:
@@ -107,19 +106,3 @@ def _texts(turn: Turn) -> Iterator[str]:
 
 def _rendered(tokenizer: Any, said: Sequence[Turn] | str, variables: Mapping[str, Any] | None) -> Rendered:
     return Rendered.of_text(said) if isinstance(said, str) else render(tokenizer, said, variables)
-
-
-def slices(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Cut texts, and yield groups of `SLICE` characters."""
-    group: list[str] = []
-    room = SLICE
-    for text in texts:
-        at = 0
-        while at < len(text):
-            group.append(text[at : at + room])
-            at, room = at + len(group[-1]), room - len(group[-1])
-            if not room:
-                yield group
-                group, room = [], SLICE
-    if group:
-        yield group

@@ -14,8 +14,9 @@ from warmkv.policies.compression.methods.snapkv import SnapKV
 class RocketKV(SnapKV):
     """SnapKV with a wide max pooling keeps T / cr^alpha tokens (stage 1).
 
-    While decoding, only the entries whose pages promise the most attention are read, as many as half of the budget
-    (stage 2; `replicas/slots/attention.py:choose_entries`). The budget bounds what is read, not what is resident.
+    While decoding, only the entries whose segments promise the most attention are read, as many as half of the budget
+    (stage 2; `replicas/slots/attention.py:choose_entries`). The budget bounds what is read, not what is resident. A
+    segment is what the paper calls a page; pages are those of paged memory here.
     """
 
     name = "rocketkv"
@@ -25,8 +26,8 @@ class RocketKV(SnapKV):
     source = "2502.14051; NVlabs/RocketKV, as a fork has it"
     deviates = "the longest answer does not count towards T; no multi-turn variant"
     decode_rules = ("append",)
-    storages = ("model",)  # pages are gathered as they lie
-    reads_pages = True
+    storages = ("model",)  # segments are gathered as they lie
+    reads_segments = True
     by_default_in_eval = False
 
     def kept(self, budget: int, prompt_tokens: int) -> int:
@@ -35,13 +36,13 @@ class RocketKV(SnapKV):
         alpha = min(0.2 + 0.06 * math.log2(ratio), 0.8)
         return min(prompt_tokens, math.floor(prompt_tokens / math.pow(ratio, alpha) + 5e-7))
 
-    def page(self, budget: int, prompt_tokens: int) -> int:
+    def segment(self, budget: int, prompt_tokens: int) -> int:
         """Return ceil(sqrt(cr2)), or 1 where that exceeds cr2 = kept / budget, which the first stage left."""
         ratio = Fraction(self.kept(budget, prompt_tokens), min(budget, prompt_tokens))
-        page = math.ceil(math.sqrt(ratio))
-        return page if page <= ratio else 1
+        segment = math.ceil(math.sqrt(ratio))
+        return segment if segment <= ratio else 1
 
-    def reads(self, budget: int, prompt_tokens: int, head_dim: int) -> tuple[int, int]:
-        """Return half of the budget, and as many channels as let choosing read the other half: d * page / cr2."""
-        channels = head_dim * self.page(budget, prompt_tokens) * budget // self.kept(budget, prompt_tokens)
+    def read_limit(self, budget: int, prompt_tokens: int, head_dim: int) -> tuple[int, int]:
+        """Return half of the budget, and as many channels as let choosing read the other half: d * segment / cr2."""
+        channels = head_dim * self.segment(budget, prompt_tokens) * budget // self.kept(budget, prompt_tokens)
         return max(1, budget // 2), min(head_dim, max(1, channels))

@@ -1,7 +1,7 @@
 """Decode attention on a GPU: what `attention.py` means, in a few launches over rows as they are stored.
 
-`reads` says whether the kernels take what a slab stores; `attention.py` computes where they do not. Triton is imported
-by the first call that runs a kernel.
+`supports` tells whether the kernels take what a slab stores; `attention.py` computes where they do not. Triton is
+imported by the first call that runs a kernel.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(slots=True)
 class LaunchProgress:
-    """What a step has done with some rows in a layer. A step that fails later is repeated without doing that again."""
+    """What a step has done with some rows in a layer, which a retry skips."""
 
     put: bool = False  # the new tokens have their places
     counted: bool = False  # what entries received is counted
 
 
-def reads(storage: StorageFormat, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if the kernels read and write a storage format, for a model's type, on that device."""
+def supports(storage: StorageFormat, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if kernels read and write a storage format on a device, for a model's dtype."""
     return storage.kernel is not None and dtype in _TYPES and is_available(device) and _writes(storage)
 
 
-def reads_pages(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if rows may lie in pages."""
-    return reads(STORAGES["model"], dtype, device)
+def supports_pages(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if kernels read rows in pages."""
+    return supports(STORAGES["model"], dtype, device)
 
 
 @lru_cache(maxsize=64)

@@ -21,11 +21,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def attend_split(
     query, query_sequence, query_head,
     facts, numbers, count, rows, places, layer,
-    tasks, first_parts,
+    tasks, first_splits,
     chosen, chosen_counts, most_chosen,
     levels, inv_freq, logits_at,
     scale, softcap,
-    out, parts, peaks, totals, logits,
+    out, partials, peaks, totals, logits,
     LOAD_KEYS: tl.constexpr, LOAD_VALUES: tl.constexpr, BITS: tl.constexpr,
     TYPE: tl.constexpr, FIRST: tl.constexpr, OTHERS: tl.constexpr, ALIGNED: tl.constexpr,
     KV_HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -33,15 +33,15 @@ def attend_split(
     CHOSEN: tl.constexpr, GROUPED: tl.constexpr, REBASED: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one split of a row, named by `tasks` [programs]; those of a row follow each other from `first_parts`
+    """Attend over one split of a row, named by `tasks` [programs]; those of a row follow each other from `first_splits`
     [n + 1] on. WHOLE: every row has one, and `out` [places, G, d] takes the result.
 
-    parts float32 [programs, G, d]: sums of values, not yet divided; peaks, totals [programs, G]: the largest logit and
-    the sum of powers above it; logits: of scored rows [G, capacity + uncompressed] from `logits_at` on. All in powers
-    of two.
+    partials float32 [programs, G, d]: sums of values, not yet divided; peaks, totals [programs, G]: the largest logit
+    and the sum of powers above it; logits: of scored rows [G, capacity + uncompressed] from `logits_at` on. All in
+    powers of two.
     """
-    part = tl.program_id(0).to(tl.int64)
-    index = tl.load(tasks + part)
+    program = tl.program_id(0).to(tl.int64)
+    index = tl.load(tasks + program)
     if index < 0:
         return
     row = tl.load(rows + index)
@@ -53,8 +53,8 @@ def attend_split(
             at = place * G * HEAD_DIM + heads[:, None] * HEAD_DIM + channels[None, :]
             tl.store(out + at, tl.zeros([M, D], out.dtype.element_ty), mask=in_tile)
         return
-    first_part = tl.load(first_parts + index)
-    split, splits = part - first_part, tl.load(first_parts + index + 1) - first_part
+    first_split = tl.load(first_splits + index)
+    split, splits = program - first_split, tl.load(first_splits + index + 1) - first_split
     query_sequence, query_head = table.strides(query_sequence, query_head, HEAD_DIM)
     query += place // KV_HEADS * query_sequence + place % KV_HEADS * G * query_head
     q = tl.load(query + heads[:, None] * query_head + channels[None, :], mask=in_tile, other=0.0)
@@ -154,11 +154,11 @@ def attend_split(
         at = place * G * HEAD_DIM + heads[:, None] * HEAD_DIM + channels[None, :]
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=in_tile)
     else:
-        at = part * G * HEAD_DIM + heads[:, None] * HEAD_DIM + channels[None, :]
-        tl.store(parts + at, acc, mask=in_tile)
+        at = program * G * HEAD_DIM + heads[:, None] * HEAD_DIM + channels[None, :]
+        tl.store(partials + at, acc, mask=in_tile)
     if SCORED or not WHOLE:
-        tl.store(peaks + part * G + heads, peak, mask=heads < G)
-        tl.store(totals + part * G + heads, total, mask=heads < G)
+        tl.store(peaks + program * G + heads, peak, mask=heads < G)
+        tl.store(totals + program * G + heads, total, mask=heads < G)
 
 
 @triton.jit
@@ -212,7 +212,7 @@ def _add(peak, total, acc, scores, v, PRECISION: tl.constexpr):
 
 @triton.jit
 def combine(
-    parts, peaks, totals, rows, places, first_parts, sinks, rotation, out,
+    partials, peaks, totals, rows, places, first_splits, sinks, rotation, out,
     KV_HEADS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
     SINKS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +227,7 @@ def combine(
         at = out + (place * G + head) * HEAD_DIM + channels
         tl.store(at, tl.zeros([D], out.dtype.element_ty), mask=channels < HEAD_DIM)
         return
-    first, last = tl.load(first_parts + index), tl.load(first_parts + index + 1)
+    first, last = tl.load(first_splits + index), tl.load(first_splits + index + 1)
     highest = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     if SINKS:
@@ -235,14 +235,14 @@ def combine(
         total += 1.0
     acc = tl.zeros([D], tl.float32)
     for start in tl.range(first, last, S):
-        part = start + tl.arange(0, S)
-        inside = part < last
-        peak = tl.load(peaks + part * G + head, mask=inside, other=float("-inf"))
+        split = start + tl.arange(0, S)
+        inside = split < last
+        peak = tl.load(peaks + split * G + head, mask=inside, other=float("-inf"))
         higher = tl.maximum(highest, tl.max(peak, 0))
         weight, shrink = tl.exp2(peak - _base(higher)), tl.exp2(highest - _base(higher))
-        total = total * shrink + tl.sum(tl.load(totals + part * G + head, mask=inside, other=0.0) * weight, 0)
-        at = (part * G + head)[:, None] * HEAD_DIM + channels[None, :]
-        values = tl.load(parts + at, mask=inside[:, None] & (channels < HEAD_DIM)[None, :], other=0.0)
+        total = total * shrink + tl.sum(tl.load(totals + split * G + head, mask=inside, other=0.0) * weight, 0)
+        at = (split * G + head)[:, None] * HEAD_DIM + channels[None, :]
+        values = tl.load(partials + at, mask=inside[:, None] & (channels < HEAD_DIM)[None, :], other=0.0)
         acc = acc * shrink + tl.sum(values * weight[:, None], 0)
         highest = higher
     result = acc / tl.where(total == 0.0, 1.0, total)
@@ -257,7 +257,7 @@ def combine(
 @triton.jit(do_not_specialize=["count", "layer"])
 def sum_received(
     logits, logits_at, peaks, totals, sinks,
-    facts, numbers, count, rows, places, layer, first_parts,
+    facts, numbers, count, rows, places, layer, first_splits,
     KV_HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
     GROUPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -291,7 +291,7 @@ def sum_received(
     begin = tl.where(alike, index - place % KV_HEADS, index)  # the heads of a sequence are neighbours
     for other in tl.range(begin, begin + tl.where(alike, KV_HEADS, 1)):
         fresh += _received(
-            logits, logits_at, peaks, totals, sinks, first_parts, places, other, entries, seen, width,
+            logits, logits_at, peaks, totals, sinks, first_splits, places, other, entries, seen, width,
             KV_HEADS, G, M, S, SINKS,
         )  # fmt: skip
     scores = table.pointer(facts, count, row, layer, table.SCORES, tl.float32, False) + entries
@@ -303,15 +303,15 @@ def sum_received(
 
 @triton.jit
 def _received(
-    logits, logits_at, peaks, totals, sinks, first_parts, places, index, entries, seen, width,
+    logits, logits_at, peaks, totals, sinks, first_splits, places, index, entries, seen, width,
     KV_HEADS: tl.constexpr, G: tl.constexpr, M: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Return what entries received from the query heads of a row."""
     heads = tl.arange(0, M)
-    first = tl.load(first_parts + index)
-    part = first + tl.arange(0, S)
-    inside = (heads < G)[:, None] & (part < tl.load(first_parts + index + 1))[None, :]
-    at = part[None, :] * G + heads[:, None]
+    first = tl.load(first_splits + index)
+    split = first + tl.arange(0, S)
+    inside = (heads < G)[:, None] & (split < tl.load(first_splits + index + 1))[None, :]
+    at = split[None, :] * G + heads[:, None]
     peak = tl.load(peaks + at, mask=inside, other=float("-inf"))
     highest = tl.max(peak, 1)
     if SINKS:

@@ -25,8 +25,8 @@ _TILE_BYTES = 1 << 14  # of keys and of values each: two stages of both leave ro
 _UNCOMPRESSED_BLOCK = 32
 _SCORE_BLOCK = 128
 _LEAST_BLOCK = 1024
-_PAGES_BLOCK, _PAGES_BLOCKS = 32, 4  # pages of a tile, and tiles of a program
-_PAGES_WIDTH = 2048  # pages, times heads, that the one program of a row looks at together
+_SEGMENTS_BLOCK, _SEGMENTS_BLOCKS = 32, 4  # segments of a tile, and tiles of a program
+_SEGMENTS_WIDTH = 2048  # segments, times heads, that the one program of a row looks at together
 _SPLITS_AT_ONCE = 32
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
 
@@ -87,41 +87,42 @@ def attend(
         key, key.stride(0), key.stride(1), value, value.stride(0), value.stride(1),
         *rows, tables.taken[layer], int(progress.put), int(progress.counted), levels, rotation, tables.inv_freq, turned,
         PUT=reader.put, BITS=storage.bits, **types, ALIGNED=batch.aligned, **sizes, BLOCK=_LEAST_BLOCK,
-        EVICTS=special and storage.group == 1, AGED=special or batch.windowed, PAGED=batch.paged, REBASED=special,
-        GROUPED=storage.group > 1, ROTATED=storage.rotated, PAGE_SIZE=page_size,
+        EVICTS=special and storage.group == 1, AGED=special or batch.windowed, SEGMENTED=batch.segmented,
+        REBASED=special, GROUPED=storage.group > 1, ROTATED=storage.rotated, PAGE_SIZE=page_size,
     )  # fmt: skip
     progress.put, query = True, turned
     chosen, counts = absent, absent
-    if batch.paged:
-        chosen = tables.workspace("chosen", (n, batch.most_reads), torch.int32)
+    if batch.segmented:
+        chosen = tables.workspace("chosen", (n, batch.most_read), torch.int32)
         counts = tables.workspace("counts", (n,), torch.int32)
-        estimates = tables.workspace("estimates", (n, batch.most_pages), torch.float32)
-        logits = tables.workspace("logits of pages", (n, group, batch.most_pages), torch.float32)
-        choose.estimate_pages[n, -(-batch.most_pages // (_PAGES_BLOCK * _PAGES_BLOCKS))](
+        estimates = tables.workspace("estimates", (n, batch.most_segments), torch.float32)
+        logits = tables.workspace("logits of segments", (n, group, batch.most_segments), torch.float32)
+        choose.estimate_segments[n, -(-batch.most_segments // (_SEGMENTS_BLOCK * _SEGMENTS_BLOCKS))](
             query, query.stride(0), query.stride(1), *rows, softmax.scale * math.log2(math.e),
-            logits, batch.most_pages,
+            logits, batch.most_segments,
             TYPE=_TYPES[dtype], ALIGNED=batch.aligned, M=heads, **sizes,
-            BLOCK=_PAGES_BLOCK, BLOCKS=_PAGES_BLOCKS, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            BLOCK=_SEGMENTS_BLOCK, BLOCKS=_SEGMENTS_BLOCKS,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         choose.choose_entries[n,](
-            *rows[:4], logits, estimates, batch.most_pages, chosen, counts, batch.most_reads,
-            G=group, GROUP=_power_of_two(group), WIDTH=_PAGES_WIDTH // _power_of_two(group), BLOCK=_PAGES_WIDTH,
+            *rows[:4], logits, estimates, batch.most_segments, chosen, counts, batch.most_read,
+            G=group, GROUP=_power_of_two(group), WIDTH=_SEGMENTS_WIDTH // _power_of_two(group), BLOCK=_SEGMENTS_WIDTH,
             num_warps=8,
         )  # fmt: skip
     whole = programs == n and softmax.sinks is None and not storage.rotated
-    parts = tables.workspace("parts", (programs, group, head_dim), torch.float32) if not whole else absent
+    partials = tables.workspace("partials", (programs, group, head_dim), torch.float32) if not whole else absent
     peaks = tables.workspace("peaks", (programs, group), torch.float32)
     totals = tables.workspace("totals", (programs, group), torch.float32)
     logits = tables.workspace("logits", (batch.logits * group,), torch.float32) if special else absent
     tiles = tiles_of(storage, padded, dtype.itemsize, page_size)
     decode.attend_split[programs,](
-        query, query.stride(0), query.stride(1), *rows, batch.tasks, batch.first_parts,
-        chosen, counts, batch.most_reads, levels, tables.inv_freq, batch.logits_at,
+        query, query.stride(0), query.stride(1), *rows, batch.tasks, batch.first_splits,
+        chosen, counts, batch.most_read, levels, tables.inv_freq, batch.logits_at,
         softmax.scale * math.log2(math.e), (softmax.softcap or 1.0) * math.log2(math.e),
-        out, parts, peaks, totals, logits,
+        out, partials, peaks, totals, logits,
         LOAD_KEYS=reader.keys, LOAD_VALUES=reader.values, BITS=storage.bits, **types,
         ALIGNED=batch.aligned, M=heads, **sizes, BLOCK=tiles.entries, UNCOMPRESSED_BLOCK=_UNCOMPRESSED_BLOCK,
-        PRECISION=precision, CHOSEN=batch.paged, GROUPED=storage.group > 1, REBASED=special,
+        PRECISION=precision, CHOSEN=batch.segmented, GROUPED=storage.group > 1, REBASED=special,
         WINDOWED=batch.windowed, CAPPED=softmax.softcap is not None, SCORED=special, WHOLE=whole,
         PAGE_SIZE=page_size,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
@@ -129,14 +130,14 @@ def attend(
     sinks = absent if softmax.sinks is None else softmax.sinks
     if not whole:
         decode.combine[n, group](
-            parts, peaks, totals, batch.rows, batch.places, batch.first_parts, sinks, rotation, out,
+            partials, peaks, totals, batch.rows, batch.places, batch.first_splits, sinks, rotation, out,
             **sizes, S=_SPLITS_AT_ONCE, SINKS=softmax.sinks is not None, ROTATED=storage.rotated,
         )  # fmt: skip
     if (
         batch.scored and not progress.counted
     ):  # last: whoever repeats a call that ran out of memory must not have counted yet
         decode.sum_received[n, -(-batch.most_entries // _SCORE_BLOCK)](
-            logits, batch.logits_at, peaks, totals, sinks, *rows, batch.first_parts,
+            logits, batch.logits_at, peaks, totals, sinks, *rows, batch.first_splits,
             KV_HEADS=key.shape[1], G=group, M=_power_of_two(group), S=MOST_SPLITS, BLOCK=_SCORE_BLOCK,
             GROUPED=storage.group > 1, WINDOWED=batch.windowed, SINKS=softmax.sinks is not None,
         )  # fmt: skip

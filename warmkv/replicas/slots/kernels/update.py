@@ -4,12 +4,11 @@
 import triton
 import triton.language as tl
 
+from warmkv.replicas.slots import rows as row_table
 from warmkv.replicas.slots.kernels import table
 from warmkv.replicas.slots.kernels.decode import rotated
 
-RECENT = tl.constexpr(1e30)
-"""Added to the score of recent entries, so that they are given up last."""
-
+EVICTED_LAST = tl.constexpr(row_table.EVICTED_LAST)
 
 _STRIDES = [f"{of}_{each}" for of in ("query", "key", "value") for each in ("sequence", "head")]
 
@@ -22,7 +21,7 @@ def put(
     levels, rotation, inv_freq, turned_query,
     PUT: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr, FIRST: tl.constexpr, OTHERS: tl.constexpr,
     ALIGNED: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, EVICTS: tl.constexpr, AGED: tl.constexpr, PAGED: tl.constexpr, REBASED: tl.constexpr,
+    BLOCK: tl.constexpr, EVICTS: tl.constexpr, AGED: tl.constexpr, SEGMENTED: tl.constexpr, REBASED: tl.constexpr,
     GROUPED: tl.constexpr, ROTATED: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Put the new token of each row in its place: grid (n,). Where it goes is left in `places_taken` [count].
@@ -93,11 +92,11 @@ def put(
             tl.store(ages + uncompressed + entry, age, mask=aged)
             scores = table.pointer(facts, count, row, layer, table.SCORES, tl.float32, False)
             tl.store(scores + uncompressed + entry, 0.0, mask=table.number(facts, count, row, table.SCORED) != 0)
-    if PAGED:
-        size = table.number(facts, count, row, table.PAGE)
+    if SEGMENTED:
+        size = table.number(facts, count, row, table.SEGMENT)
         if size > 0:
-            page, within = entry // size, inside & (entry % size != 0)
-            bounds = page * HEAD_DIM + channels
+            segment, within = entry // size, inside & (entry % size != 0)
+            bounds = segment * HEAD_DIM + channels
             lowest = table.pointer(facts, count, row, layer, table.LOWEST, TYPE, ALIGNED) + bounds
             highest = table.pointer(facts, count, row, layer, table.HIGHEST, TYPE, ALIGNED) + bounds
             number = k.to(tl.float32)
@@ -125,14 +124,15 @@ def _least(facts, numbers, count, row, layer, BLOCK: tl.constexpr):
     oldest = table.number(numbers, count, row, table.OLDEST)
     early = table.number(numbers, count, row, table.EARLY)
     window = table.number(facts, count, row, table.WINDOW)
-    left = tl.where(window > 0, table.number(numbers, count, row, table.AGE) - window, -1)  # what nothing sees
+    # The age up to which nothing sees entries.
+    unseen = tl.where(window > 0, table.number(numbers, count, row, table.AGE) - window, -1)
     least = tl.full([], float("inf"), tl.float32)
     for start in tl.range(0, in_use, BLOCK):
-        _, score = _scored(scores, ages, start, in_use, oldest, early, left, BLOCK)
+        _, score = _scored(scores, ages, start, in_use, oldest, early, unseen, BLOCK)
         least = tl.minimum(least, tl.min(score, 0))
     found = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)  # age and entry in one number
     for start in tl.range(0, in_use, BLOCK):
-        age, score = _scored(scores, ages, start, in_use, oldest, early, left, BLOCK)
+        age, score = _scored(scores, ages, start, in_use, oldest, early, unseen, BLOCK)
         entries = start + tl.arange(0, BLOCK)
         both = (age.to(tl.int64) << 32) | entries
         both = tl.where((score <= least) & (entries < in_use), both, 0x7FFFFFFFFFFFFFFF)
@@ -141,10 +141,10 @@ def _least(facts, numbers, count, row, layer, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scored(scores, ages, start, in_use, oldest, early, left, BLOCK: tl.constexpr):
+def _scored(scores, ages, start, in_use, oldest, early, unseen, BLOCK: tl.constexpr):
     entries = start + tl.arange(0, BLOCK)
     used = entries < in_use
     age = tl.load(ages + entries, mask=used, other=0)
     score = tl.load(scores + entries, mask=used, other=float("inf"))
-    score = tl.where(used & ((age > oldest) | (age < early)), score + RECENT, score)
-    return age, tl.where(used & (age <= left), float("-inf"), score)
+    score = tl.where(used & ((age > oldest) | (age < early)), score + EVICTED_LAST, score)
+    return age, tl.where(used & (age <= unseen), float("-inf"), score)

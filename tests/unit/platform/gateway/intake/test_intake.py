@@ -22,13 +22,12 @@ from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages.requests import MessagesRequest
 from warmkv.platform.gateway.apis.openai.requests import ChatRequest
 from warmkv.platform.gateway.apis.schema import parse
-from warmkv.platform.gateway.apis.tokens import SLICE
+from warmkv.platform.gateway.apis.tokens import SLICE, Piece, slices
 from warmkv.platform.gateway.intake import body as intake_body
 from warmkv.platform.gateway.intake import body_limits
 from warmkv.platform.gateway.intake.body import Budget, Lane
 from warmkv.platform.gateway.intake.body_limits import BodyLimits, outside_strings
 from warmkv.platform.gateway.intake.parsing import Parsing
-from warmkv.platform.gateway.intake.prompts import slices
 from warmkv.platform.tenants import hash_key
 from warmkv.replicas.loading.tokenizer import load_tokenizer
 
@@ -399,9 +398,9 @@ def test_what_cannot_fit_is_not_tokenized_to_its_end(tmp_path, text):
 
 def test_slices_are_all_of_the_texts():
     texts = ["a" * (2 * SLICE + 5), "", "b", "c" * SLICE]
-    groups = list(slices(texts))
+    groups = [[piece.text for piece in group] for group in slices([Piece(text, "content") for text in texts])]
     assert "".join(map("".join, groups)) == "".join(texts)
-    assert [sum(map(len, group)) for group in groups] == [SLICE, SLICE, SLICE, 6]
+    assert [sum(map(len, group)) for group in groups] == [SLICE, SLICE, 6, SLICE]
 
 
 def test_a_prompt_that_fits_is_taken_whatever_its_bytes(tmp_path):

@@ -81,7 +81,7 @@ async def stream(admission: SubmittedRequest, secret: bytes, out: EventWriter) -
         out.hold(_event({"type": "message_delta", "delta": stop, "usage": _usage(answer), **_edits(answer)}))
         out.hold(_event({"type": "message_stop"}))
     except Exception as error:
-        out.hold(_event(anthropic_body(admission.failed(error), admission.id)))
+        out.hold(_event(anthropic_body(admission.report(error), admission.id)))
 
 
 def _stop(answer: Answer, *, called: bool) -> dict[str, Any]:

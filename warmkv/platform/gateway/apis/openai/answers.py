@@ -89,7 +89,7 @@ async def stream(choices: Choices, out: EventWriter) -> None:
             out.hold(_event({**head, "choices": [], "usage": _usage(choices)}))
         out.hold(b"data: [DONE]\n\n")
     except Exception as error:
-        out.hold(_event(openai_body(choices.failed(error), choices.id)))
+        out.hold(_event(openai_body(choices.report(error), choices.id)))
 
 
 class _Logprobs:

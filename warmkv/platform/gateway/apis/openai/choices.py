@@ -100,7 +100,7 @@ class Choices:
         """Return the log-probabilities of the prompt of an answer, from its second token on, if they are wanted."""
         return self.answers[index - index % self.asked.n].sink.prompt_logprobs
 
-    def failed(self, error: BaseException) -> ApiError:
+    def report(self, error: BaseException) -> ApiError:
         """Count and log an error that the client gets within a stream."""
         return self._service.faults.report(error, self._api)
 

@@ -121,7 +121,7 @@ async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
         response = exchange.ended(answer, output.items)
         out.hold(numbered({"type": f"response.{response['status']}", "response": response}))
     except Exception as error:
-        told = exchange.admission.failed(error)
+        told = exchange.admission.report(error)
         fault = {"code": "server_error", "message": clipped(told.message)}
         failed = exchange.response("failed", [], model, error=fault)
         out.hold(numbered({"type": "response.failed", "response": failed}))

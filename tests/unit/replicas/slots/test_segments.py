@@ -1,4 +1,4 @@
-"""RocketKV's second stage against explicit loops: which pages a step reads, and what attention makes of them."""
+"""RocketKV's second stage against explicit loops: which segments a step reads, and what attention makes of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GROUP, SCALE = 3, 8**-0.5
 @pytest.mark.parametrize(
     (
         "budget",
-        "page",
+        "segment",
         "channels",
-    ),  # kept 18, 28, 36, 54: page ceil(sqrt(kept / budget)), channels 8 page budget // kept
+    ),  # kept 18, 28, 36, 54: segment ceil(sqrt(kept / budget)), channels 8 segment budget // kept
     [(4, 3, 5), (8, 2, 4), (13, 2, 5), (40, 1, 5)],
 )
 @pytest.mark.parametrize("others", [0, 2])
-def test_a_step_reads_the_entries_that_promise_most(budget, page, channels, others):
+def test_a_step_reads_the_entries_that_promise_most(budget, segment, channels, others):
     random = torch.Generator().manual_seed(budget)
     tokens, new = 60, 25
     spec = PolicySpec(name="rocketkv", budget=budget, window=3)
@@ -37,7 +37,7 @@ def test_a_step_reads_the_entries_that_promise_most(budget, page, channels, othe
     assert kept > budget
     pool = SlotPool(SHAPE, torch.float32, torch.device("cpu"))
     slots, caches = [], []
-    for i in range(1 + others):  # slots of other budgets beside it, whose pages differ in size and number
+    for i in range(1 + others):  # slots of other budgets beside it, whose segments differ in size and number
         mine = SlotRequest(spec if not i else PolicySpec(name="rocketkv", budget=budget + 3 * i, window=3), tokens, new)
         slot = pool.claim(mine, 1 << 30)
         assert slot is not None
@@ -64,5 +64,5 @@ def test_a_step_reads_the_entries_that_promise_most(budget, page, channels, othe
                 keys.append(key[0, head, 0])
                 values.append(value[0, head, 0])
                 group = slice(head * GROUP, (head + 1) * GROUP)
-                expected = attend(query[0, group, 0], keys, values, page, budget // 2, channels)
+                expected = attend(query[0, group, 0], keys, values, segment, budget // 2, channels)
                 torch.testing.assert_close(out[0, group, 0], expected)

@@ -1,4 +1,4 @@
-"""The hand-off from prefill to decode: rows start, and get what was selected of a prompt."""
+"""Hand prompts off from prefill to decode: start rows and fill them with the selected entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILLED_AT_ONCE = 1 << 24
 
 
 def kept_by_head(selections: Sequence[Selection]) -> list[list[int]]:
-    """Return how many tokens each layer's heads keep; the device is waited for once, if at all."""
+    """Return the number of tokens that each layer's heads keep; syncs with the device at most once."""
     if all(selection.exact for selection in selections):
         return [[selection.positions.shape[1]] * len(selection.positions) for selection in selections]
     counted = torch.stack([(selection.positions >= 0).sum(dim=1) for selection in selections])
@@ -27,11 +27,11 @@ def kept_by_head(selections: Sequence[Selection]) -> list[list[int]]:
     return counts
 
 
-def hand_over(
+def hand_off(
     slot: Slot, shape: KVShape, prompt: PrefillState, selections: Sequence[Selection], counts: Sequence[Sequence[int]]
 ) -> None:
     """Fill the rows of a slot with selections by layer, of `counts` tokens by layer and KV head."""
-    reads = budgets.page_reads(slot.slot_request.spec, prompt.tokens, shape.head_dim)
+    read_limit = budgets.read_limit(slot.slot_request.spec, prompt.tokens, shape.head_dim)
     for piece in slot.pieces:
         window = shape.window(piece.layers[0])
         spec = slot.slot_request.in_layer(window)
@@ -46,14 +46,14 @@ def hand_over(
                 packed_limit=packed_limit(spec, limit),
                 recent=budgets.recent_entries(spec, limit),
                 protected=budgets.protected_entries(spec, limit),
-                reads=reads,
+                read_limit=read_limit,
             )
         for layers in _together(piece.layers, counts, prompt.keys[0, 0, 0].nbytes):
             _fill(piece, layers, prompt, selections[layers.start : layers.stop], counts[layers.start])
 
 
 def _together(layers: range, counts: Sequence[Sequence[int]], entry_bytes: int) -> Iterator[range]:
-    """Yield neighbouring layers that keep as many tokens, to be filled by the launches of one."""
+    """Yield runs of layers that keep as many tokens, which the same launches can fill."""
     begin = layers.start
     for layer in range(layers.start + 1, layers.stop + 1):
         most = max(1, FILLED_AT_ONCE // max(1, entry_bytes * sum(counts[begin])))
