@@ -14,6 +14,7 @@ NOW, BEST = "now", "best"
 """Names of the settings in force, and of what the search found."""
 
 MOST_CANDIDATES = 8  # of operators
+MOST_REPLICAS = 1024  # of a candidate, and gateways: a replay takes longer and more memory with each
 BUDGETS = (0.5, 0.2)  # of the policy that is proposed where all requests keep everything
 COMPRESSING = "snapkv"
 
@@ -61,7 +62,12 @@ def check(config: Config, changes: Mapping[str, Any]) -> Config:
                 f"{dotted}: unknown setting, or no choice that a replay can judge; did you mean {near[0]!r}?"
             )
         raise ConfigError(f"{dotted}: no choice that a replay can judge; there are {', '.join(LIVE + RESTART)}")
-    return changed(config, changes)
+    tried = changed(config, changes)
+    replicas = sum(group.cluster.most_replicas for group in tried.groups().values())
+    for what, count in (("cluster.replicas", replicas), ("cluster.gateways", tried.cluster.gateways)):
+        if count > MOST_REPLICAS:
+            raise ConfigError(f"{what}: a candidate has at most {MOST_REPLICAS} of them, not {count}")
+    return tried
 
 
 def proposals(config: Config) -> list[WhatIfCandidate]:

@@ -33,6 +33,7 @@ PAUSE_SECONDS = 5.0  # between two looks for something to do
 FRESH_SHARE = 20  # a round is due when one in so many requests of the window is new
 SILENCE_SECONDS = 10.0  # after which what a gateway said of its load counts no more, and no bytes go with its records
 REST_SECONDS = 30.0  # without load before a replay that was stopped begins anew: its start costs seconds of CPU
+STEP_SECONDS = 600.0  # that the replay of one candidate may take
 WAITING_PER_REPLICA = 4  # requests for each replica whose first token is to come: short prompts are computed together
 
 Replay = Callable[[Round], AsyncGenerator[Basis | Replayed]]
@@ -81,6 +82,7 @@ class WhatIf:
         self._basis: Basis | None = None
         self._results: dict[str, CandidateResult] = {}
         self._done: tuple[Any, ...] = ()  # what the last whole round was of
+        self._too_slow: dict[str, WhatIfCandidate] = {}  # by name, under the settings in force
         self._replayed_at = 0  # requests seen by then
         self._version, self._rounds, self._state, self._fault = 0, 0, "waiting for requests", ""
 
@@ -198,15 +200,18 @@ class WhatIf:
             return
         seen, self._state = self.window.seen, "replaying"
         self._loaded.clear()
-        for name in self._results.keys() - {NOW, BEST} - {one.name for one in work.candidates}:
+        for name in self._results.keys() - {NOW, BEST, *self._too_slow} - {one.name for one in work.candidates}:
             self._forget(name)
         if await self._followed(work):
             self._done, self._replayed_at, self._rounds, self._state = due, seen, self._rounds + 1, "up to date"
             self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="done")
             self._rank()
-        else:
+            return
+        if self.loaded:
             self._rest()
-            self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="stopped")
+        else:
+            self._state = "stopped: a new round begins"
+        self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="stopped")
 
     def _rest(self) -> None:
         self._rests_until, self._state = self._clock() + REST_SECONDS, "stopped: requests wait for a replica"
@@ -221,34 +226,66 @@ class WhatIf:
             log.info("what-if: the replicas do not tell what they hold: %s: %s", type(error).__name__, error)
 
     async def _followed(self, work: Round) -> bool:
-        """Keep the results of a round as they come; False if it was stopped since requests wait."""
-        following = asyncio.ensure_future(self._follow(work))
-        loaded = asyncio.ensure_future(self._loaded.wait())
-        try:
-            await asyncio.wait((following, loaded), return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
-                return True
-            return False
-        finally:
-            following.cancel()
-            loaded.cancel()
-            await asyncio.gather(following, loaded, return_exceptions=True)
+        """Keep the results of a round as they come; False if it was stopped.
 
-    async def _follow(self, work: Round) -> None:
-        found = set()
+        That is when requests wait, when it is of what is no more, and when a candidate takes too long.
+        """
+        following = asyncio.ensure_future(self._follow(work))
+        ends = following, asyncio.ensure_future(self._loaded.wait()), asyncio.ensure_future(self._outdated(work))
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    end.result()
+            return following.done() and following.result()
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _follow(self, work: Round) -> bool:
+        """Keep results to the end of a round; False if one of its candidates took too long."""
+        found: list[str] = []
         steps = self._replay(work)
         try:
-            async for step in steps:
+            while True:
+                async with asyncio.timeout(STEP_SECONDS) as limit:
+                    step = await anext(steps)
                 if isinstance(step, Basis):
                     self._basis = step
                 else:
                     self._keep(step)
-                    found.add(step.candidate.name)
+                    found.append(step.candidate.name)
+        except StopAsyncIteration:
+            if BEST not in found:
+                self._forget(BEST)
+            return True
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._give_up(work, len(found) - 1)
+            return False
         finally:
             await steps.aclose()
-        if BEST not in found:
-            self._forget(BEST)
+
+    def _give_up(self, work: Round, at: int) -> None:
+        """Leave a candidate out until the settings change. Raises TimeoutError if it is none that takes so long."""
+        fault = f"its replay was stopped after {STEP_SECONDS:.0f} s"
+        if not 0 <= at < len(work.candidates):
+            raise TimeoutError("the settings in force, or the search: " + fault)
+        candidate = work.candidates[at]
+        self._too_slow[candidate.name] = candidate
+        self._keep(Replayed(candidate, fault=fault))
+
+    async def _outdated(self, work: Round) -> None:
+        """Return once an operator's candidate of a round, or the settings that it is of, are no more."""
+        version = self._version
+        asked = {one.name: one.changes for one in work.candidates if not one.proposed}
+        while asked.items() <= self._own.kept().items():
+            await asyncio.sleep(PAUSE_SECONDS)
+            await self._in_force()
+            if self._version != version:
+                return
 
     async def _round(self) -> Round:
         now, defaults, changed = await self._in_force()
@@ -257,7 +294,7 @@ class WhatIf:
         sized = with_sizes(now, held)
         quiet = self._clock() - self._heard > SILENCE_SECONDS  # what they hold has expired since
         candidates = sorted(
-            [*self._own.all(), *proposals(sized)],
+            (one for one in [*self._own.all(), *proposals(sized)] if one != self._too_slow.get(one.name)),
             key=lambda one: self._results[one.name].at if one.name in self._results else 0.0,
         )
         return Round(
@@ -274,7 +311,7 @@ class WhatIf:
         """Return the settings in force, the default policies over time, and since when they are in force."""
         versions = list(await self._versions())
         defaults, now, changed = [Default(0.0, self._start.compression.policy.label)], self._start, 0.0
-        self._version = 0
+        number = 0
         for version in reversed(versions):
             try:
                 now = in_force(self._start, version)
@@ -282,7 +319,10 @@ class WhatIf:
                 continue  # the gateways serve as before, too
             changed = version.when.timestamp() if version.when else 0.0
             defaults.append(Default(changed, now.compression.policy.label))
-            self._version = version.number
+            number = version.number
+        if number != self._version:
+            self._version = number
+            self._too_slow.clear()
         return now, defaults, changed
 
     # --- results

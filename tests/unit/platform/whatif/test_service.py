@@ -20,6 +20,7 @@ from warmkv.platform.live_config_store import StoreError
 from warmkv.platform.whatif import service as service_module
 from warmkv.platform.whatif.candidates import (
     MOST_CANDIDATES,
+    MOST_REPLICAS,
     NOW,
     RESTART,
     TooManyCandidatesError,
@@ -84,6 +85,7 @@ class Bench:
         self.rounds: list[Round] = []
         self.closed = 0
         self.fails = False
+        self.endless: set[str] = set()  # candidates whose replays do not end
         self.versions: list[Version] = []
         self.held = Held(replicas=1, stored_bytes=7)
         self.contents: list[Contents] | None = None
@@ -109,10 +111,12 @@ class Bench:
             yield Basis(len(work.records), 0, 1.0, "the test", None)
             if self.fails:
                 raise RuntimeError("the replay's process was killed")
+            if NOW in self.endless:
+                await asyncio.Event().wait()
             present = Prediction("full", dict(FIGURES), 20)
             yield Replayed(WhatIfCandidate(NOW, {}), present, present, error={"hit_rate": 0.01}, judged=20)
             for candidate in work.candidates:
-                await asyncio.sleep(1)
+                await (asyncio.Event().wait() if candidate.name in self.endless else asyncio.sleep(1))
                 found = Prediction("full", {**FIGURES, "hit_rate": 0.6}, 20)
                 yield Replayed(candidate, found, present)
         finally:
@@ -222,6 +226,55 @@ def test_load_stops_the_replay_and_its_end_lets_it_go_on():
     clocks.run(scenario())
 
 
+def test_a_round_ends_when_a_candidate_or_the_settings_that_it_is_of_are_no_more():
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.whatif.add({"engine.max_slots": 2})
+        await bench.come()
+        running = asyncio.create_task(bench.whatif.run())
+        await asyncio.sleep(0.5)
+        await bench.whatif.remove("1")
+        await bench.whatif.add({"engine.max_slots": 3})
+        await asyncio.sleep(2 * service_module.PAUSE_SECONDS)
+        assert bench.rounds_counted() == ["stopped"]
+        assert [one.changes for one in bench.rounds[1].candidates if not one.proposed] == [{"engine.max_slots": 3}]
+        bench.versions = [Version(number=4, settings={"prefix_cache.default_ttl": "1h"}, when=datetime.now(UTC))]
+        await asyncio.sleep(2 * service_module.PAUSE_SECONDS)
+        assert bench.rounds_counted() == ["stopped"] * 2
+        assert bench.rounds[2].now.prefix_cache.default_ttl == "1h"
+        await asyncio.sleep(60)
+        assert bench.rounds_counted() == ["stopped"] * 2 + ["done"]
+        running.cancel()
+
+    clocks.run(scenario())
+
+
+def test_a_candidate_that_takes_too_long_is_left_out_and_has_the_reason():
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.whatif.add({"engine.max_slots": 2})
+        bench.endless = {"1"}
+        await bench.come()
+        running = asyncio.create_task(bench.whatif.run())
+        await asyncio.sleep(service_module.STEP_SECONDS + 60)
+        assert bench.rounds_counted() == ["stopped", "done"]
+        assert "1" not in {one.name for one in bench.rounds[1].candidates}
+        (row,) = (row for row in (await bench.whatif.table())["candidates"] if row["candidate"] == "1")
+        assert "was stopped after 600 s" in row["fault"]
+        bench.endless = set()
+        bench.versions = [Version(number=4, settings={"prefix_cache.default_ttl": "1h"}, when=datetime.now(UTC))]
+        await asyncio.sleep(60)
+        (row,) = (row for row in (await bench.whatif.table())["candidates"] if row["candidate"] == "1")
+        assert (row["fault"], row["figures"]["hit_rate"]) == (None, 0.6)  # other settings, another try
+        bench.endless = {NOW}
+        await bench.come(400)
+        await asyncio.sleep(service_module.STEP_SECONDS + 60)
+        assert "was stopped after 600 s" in (await bench.whatif.table())["fault"]
+        running.cancel()
+
+    clocks.run(scenario())
+
+
 def test_the_loop_goes_on_after_a_fault_and_shows_it():
     async def scenario() -> None:
         bench = Bench()
@@ -312,6 +365,8 @@ def test_candidates_are_refused_by_what_is_wrong_with_them():
             ({"prefix_cache.default_ttl": "2m"}, "not one of ttls"),
             ({"routing.load_weight": -1}, "routing.load_weight"),
             ({"routing.load_weight": float("nan")}, "finite"),
+            ({"cluster.replicas": MOST_REPLICAS + 1}, f"cluster.replicas: a candidate has at most {MOST_REPLICAS}"),
+            ({"cluster.gateways": MOST_REPLICAS + 1}, "cluster.gateways: a candidate has at most"),
         ):
             with pytest.raises(ConfigError, match=reason):
                 await whatif.add(changes)
