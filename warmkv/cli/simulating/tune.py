@@ -122,10 +122,14 @@ def _show(
     *,
     improves: bool,
 ) -> None:
+    from warmkv.simulator.studies.sweeps.figures import serves_none
+
     print(f"tried {tried:,} of {size:,} choices")
+    if serves_none(before):
+        print("under the present settings no request is served: nothing can be compared with them")
     if not chosen.met:
         print(f"none is within the limits ({', '.join(limit.text for limit in limits)}); the nearest:")
-    elif not improves:
+    elif not improves and not serves_none(before):
         print("the present settings are as good as any of them:")
     table = plain_table("", "before", "after", "limit")
     for name in dict.fromkeys([minimize, *(limit.name for limit in limits)]):

@@ -16,6 +16,7 @@ from warmkv.report_page import Html, cell, facts, figure, page, table
 from warmkv.report_page import row as html_row
 from warmkv.simulator.reports import sweep_charts as charts
 from warmkv.simulator.reports.figure_text import figure_text
+from warmkv.simulator.studies.sweeps.figures import serves_none
 from warmkv.simulator.studies.sweeps.grid import short_names, shown
 from warmkv.simulator.studies.sweeps.sweep import SweepRow, names_of
 from warmkv.terminal import ruled_table, show_table
@@ -57,6 +58,9 @@ def show(rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str], co
     show_table(table, console)
     if len(listed) < len(rows):
         console.print(f"{len(rows) - len(listed):,} points that are not on the front: see results.parquet")
+    if none := [row.number for row in rows if serves_none(row.figures)]:
+        which = ", ".join(f"#{number}" for number in none[:10]) + (" and others" if len(none) > 10 else "")
+        console.print(f"no request was served, so that nothing can be concluded of it: {which}")
     for path in idle:
         console.print(f"made no difference: {path}")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from warmkv.faults import UserError
 from warmkv.policy_spec import PolicySpec
-from warmkv.simulator.studies.sweeps.figures import sense
+from warmkv.simulator.studies.sweeps.figures import sense, served_figures
 from warmkv.simulator.studies.sweeps.sweep_folder import changes
 
 _POLICY_KEYS = {"name", "budget", "decode", "storage"}
@@ -115,7 +115,9 @@ def _numbers(file: Path, tree: Mapping[str, Any]) -> dict[str, float | None]:
     for name, value in tree.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise CompareError(f"{file}: {name} is no number: {value!r}")
-    return {name: None if value is None or not math.isfinite(value) else float(value) for name, value in tree.items()}
+    return served_figures(
+        {name: None if value is None or not math.isfinite(value) else float(value) for name, value in tree.items()}
+    )
 
 
 def _tree(file: Path) -> dict[str, Any]:

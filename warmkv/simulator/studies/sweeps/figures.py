@@ -1,8 +1,11 @@
-"""Which way each figure of a replay is better."""
+"""Which way each figure of a replay is better, and which say nothing where no request was served."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 Figures = dict[str, float]
+Values = Mapping[str, float | None]  # figures by name; None: unknown
 
 _MORE_IS_BETTER = ("hit_rate", "saving", "goodput", "in_slo", "quality", "reused")
 _NEITHER = (
@@ -17,6 +20,20 @@ _NEITHER = (
     "read_tokens",
     "written_tokens",
 )
+_OF_ANSWERS = ("hit_rate", "ttft", "tpot", "e2e", "dollars", "saving", "gpu_dollars_per_million_tokens")
+
+
+def serves_none(figures: Values) -> bool:
+    """Return True if every request of a replay was refused."""
+    requests = figures.get("requests")
+    return requests is not None and 0 < requests <= (figures.get("refused") or 0.0)
+
+
+def served_figures(figures: Values) -> dict[str, float | None]:
+    """Return figures without those of answers where there were none: no time, no hits and no bill are no merit."""
+    if not serves_none(figures):
+        return dict(figures)
+    return {name: None if name.startswith(_OF_ANSWERS) else value for name, value in figures.items()}
 
 
 def sense(name: str) -> int:

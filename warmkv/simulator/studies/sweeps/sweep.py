@@ -26,7 +26,7 @@ from warmkv.simulator.studies.replays.replay import recorded_policy, replay
 from warmkv.simulator.studies.replays.summary import figures
 from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.studies.sweeps import sweep_quality
-from warmkv.simulator.studies.sweeps.figures import Figures, sense
+from warmkv.simulator.studies.sweeps.figures import Figures, sense, served_figures
 from warmkv.simulator.studies.sweeps.grid import GridPoint, digest
 from warmkv.simulator.studies.sweeps.replays import Replays
 from warmkv.simulator.studies.sweeps.sweep_folder import SweepError, SweepFolder
@@ -226,7 +226,7 @@ def rows_of(
         policy = task.variant.policy
         kept = None if policy is None else sweep_quality.retention(quality, policy, prompts)
         values = {path: point.value(path) for path in point.settings}
-        found: dict[str, float | None] = {**result, "quality": kept}
+        found: dict[str, float | None] = {**served_figures(result), "quality": kept}
         rows.append(SweepRow(number, task.key, point.settings, values, task.variant.label, found))
     return rows
 

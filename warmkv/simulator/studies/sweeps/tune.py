@@ -16,14 +16,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from warmkv.faults import UserError
+from warmkv.simulator.studies.sweeps.figures import Values
 from warmkv.simulator.studies.sweeps.grid import Settings, digest
 
 ROUND = 8  # trials that are asked for before any of them is known
 PATIENCE = 20  # rounds in a row that bring nothing new, after which the search has settled
 UNKNOWN = 1e9  # how far an unknown figure is from its limit
 _CONSTRAINT = re.compile(r"\s*([a-z0-9_]+)\s*(<=|>=|<|>)\s*([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*", re.IGNORECASE)
-
-Values = Mapping[str, float | None]  # figures by name; None: unknown
 
 
 class TuneError(UserError):

@@ -8,9 +8,11 @@ from functools import partial
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.unit.simulator.conversations import record
 from warmkv.config import load
+from warmkv.simulator.reports import sweep_page
 from warmkv.simulator.steps.costs import StepCost
 from warmkv.simulator.studies.replays.replay import replay
 from warmkv.simulator.studies.replays.summary import figures
@@ -249,6 +251,18 @@ def test_what_is_refused_is_an_axis_of_the_front_where_points_differ_in_it(trace
     assert few.figures["refused"] == few.figures["refused_too_large"] > 0
     assert few.figures["dollars"] < all_served.figures["dollars"]
     assert [row.front for row in sweep.with_front(rows, ["dollars", "refused"])] == [True, True]
+
+
+def test_where_no_request_was_served_there_are_no_figures_of_answers(trace, tmp_path, capsys):
+    rows, _ = run(trace, tmp_path, {"engine.max_context": [16, 100_000]})
+    none, served = sweep.with_front(rows, ["dollars", "ttft_p99"])
+    assert none.figures["refused"] == none.figures["requests"] > 0
+    answers = {name for name, value in none.figures.items() if value is None}
+    assert answers >= {"dollars", "saving", "hit_rate_tokens", "ttft_p50", "e2e_p99", "gpu_dollars_per_million_tokens"}
+    assert none.figures["gpu_dollars"] is not None  # replicas cost what they cost
+    assert (none.front, served.front) == (False, True)
+    sweep_page.show(rows, ["dollars", "ttft_p99"], [], Console(width=200))
+    assert "nothing can be concluded of it: #1" in capsys.readouterr().out
 
 
 def test_every_figure_is_a_number_and_knows_its_side(trace, tmp_path):

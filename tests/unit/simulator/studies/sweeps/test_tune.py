@@ -185,6 +185,20 @@ def test_what_refuses_requests_does_not_win_by_it(files):
     assert "engine:\n  kv_bytes: 1MiB" in allowed.stdout
 
 
+def test_present_settings_that_serve_nothing_are_told_and_beaten_by_any_that_do(files):
+    space = files / "some.yaml"
+    space.write_text("engine.max_slots: [1, 2]")
+    options = ["--workers", 1, "--grid", space, "--out", files / "none", "--minimize", "dollars"]
+    found = call("tune", files / "log.jsonl", *options, "--set", "engine.max_context=16")
+    assert found.exit_code == 1
+    assert "under the present settings no request is served" in found.stdout
+    assert "as good as" not in found.stdout
+    space.write_text("engine.max_context: [16, 100000]")
+    found = call("tune", files / "log.jsonl", *options, "--set", "engine.max_context=16", "--out", files / "any")
+    assert found.exit_code == 0, found.output
+    assert "max_context: 100000" in found.stdout
+
+
 def test_limits_on_refusals_are_added_unless_they_are_asked_about():
     before = {"refused": 3.0, "cost": 1.0}
     assert refusing_no_more([], "cost", before) == [TuneConstraint("refused", "<=", 3.0)]
