@@ -137,11 +137,12 @@ class Replica:
     async def __del__(self) -> None:
         """End what is in flight, then close the engine and the store; called by Serve, which limits its time."""
         await self._answers.drain()
+        until = time.monotonic() + self._config.cluster.handover_seconds
         try:
             await self._hand_over()
         except Exception:
             log.exception("the blocks of this replica are not handed over")
-        await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self._engine.stop, max(0.0, until - time.monotonic()))
         self._recorder.flush()
 
     async def _hand_over(self) -> None:

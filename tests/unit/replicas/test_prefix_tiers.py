@@ -156,6 +156,18 @@ def test_what_is_on_disk_is_found_after_a_restart(models, tmp_path):
     assert (started.tiers, started.ttl, started.hit) == ({"disk": 60}, 3600.0, 61)
 
 
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_what_only_memory_held_is_found_after_a_clean_stop_that_has_time_for_it(models, tmp_path, seconds):
+    first = tiered(models, tmp_path)
+    expected = first.run(make_request(TOKENS, new=9, marks={61: "1h"}, name="first"))
+    first.engine.start()
+    first.engine.stop(seconds)  # waits until all is written
+    second = tiered(models, tmp_path)
+    assert second.run(make_request(TOKENS, new=9, reads=[61], name="again")) == expected
+    started = second.started("again")
+    assert (started.tiers, started.hit) == (({"disk": 60}, 61) if seconds else ({}, 0))
+
+
 def test_a_damaged_file_is_computed_anew(models, tmp_path, caplog):
     driver = tiered(models, tmp_path, host=0)
     expected = driver.run(make_request(TOKENS, new=9, name="first"))

@@ -131,6 +131,10 @@ class RadixTree:
         self._tree.clock = now
         self._tree.promote(path, path[-1].length)
 
+    def copy_down(self, source: int, tier: int, path: Path, last: int) -> None:
+        """Keep in a lower tier, too, what one holds of a path up to the block number `last` of its last node."""
+        self._tree.copy_down(source, tier, path, last)
+
     def prolong(self, path: Path, ttl: float, now: float) -> None:
         """Let what is held of a path live at least `ttl` seconds from now, and from each use on."""
         self._tree.prolong(path, ttl, now)

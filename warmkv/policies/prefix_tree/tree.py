@@ -195,6 +195,11 @@ class PrefixTree:
         self._insert(0, path, last, lowest.tenant, None)
         self._settle()
 
+    def copy_down(self, source: int, tier: int, path: Path, last: int) -> None:
+        """Keep in a lower tier, too, what one holds of a path."""
+        self._insert(tier, path, last, path[0].copies[source].tenant, None, source)
+        self._settle()
+
     def adopt(self, parts: Callable[[], Iterable[tuple[Path, int, Life]]], tenant: str) -> None:
         """Keep a chain that another replica has, with the lives that it has there; where, as `store` says.
 

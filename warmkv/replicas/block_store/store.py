@@ -144,6 +144,10 @@ class BlockStore:
         """Return the rules that it carries out."""
         return self._cache.tree
 
+    def packed(self, key: bytes) -> bool:
+        """Return True for a block of a pack, which is read from the pack's files at every start."""
+        return key in self._packed_keys
+
     def holds(self, key: bytes) -> bool:
         """Return True if some tier has a key."""
         return self._presence.fastest(key) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -27,6 +28,7 @@ from warmkv.policies.contents import Contents
 from warmkv.policies.memory_plan import MemoryPlan
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
+from warmkv.replicas.block_store.spill import spill
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.batch_invariant import QUERIES
 from warmkv.replicas.engine.endings import Endings
@@ -55,6 +57,7 @@ from warmkv.replicas.slots.slots import SlotPool
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+STOP_SECONDS = 30.0  # that the engine's thread has for the step it is in when it is to end
 IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks at TTLs again
 
 
@@ -107,7 +110,7 @@ class Engine:
         if model.device.type == "cuda":  # elsewhere the host computes
             self.overlap()
         self._inbox: Inbox[Sequence] = Inbox(lambda sequence: self.scheduler.enqueue(sequence, clock()))
-        self._stopped = threading.Event()
+        self._stopped, self._spill_until = threading.Event(), -math.inf
         self._thread: threading.Thread | None = None
         self.flush: Callable[[], None] = lambda: None  # called behind every part of a step that may have emitted
         self._turned = clock()
@@ -166,10 +169,16 @@ class Engine:
         """Look up at most `most` of the stored blocks, with their lives, between two steps."""
         return self.between_steps(lambda: self.store.contents(most))
 
-    def stop(self) -> None:
-        """End `run` after the step it is in."""
+    def stop(self, spill_seconds: float = 0.0) -> None:
+        """End `run` after the step it is in, and wait for its thread.
+
+        It writes what only memory holds to the disk tier, if there is one, for so many seconds at most.
+        """
+        self._spill_until = self.store.clock() + spill_seconds
         self._stopped.set()
         self._inbox.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(spill_seconds + STOP_SECONDS)
 
     def check_turning(self, limit: float) -> None:
         """Raise RuntimeError where the thread has ended or has been in one step for more than `limit` seconds."""
@@ -250,6 +259,8 @@ class Engine:
             self.flush()
             self._publish_stats()
             self.executor.close()
+            if not self.faults.lost and (count := spill(self.store, self._spill_until)):
+                log.info("%d blocks that only memory held were written to disk", count)
             self.store.close()
 
     def _turn(self) -> None:

@@ -85,8 +85,11 @@ class Engine(Protocol):
         """Return the numbers as of the last step."""
         ...
 
-    def stop(self) -> None:
-        """End the engine; what is in flight fails. For any thread but the event loop's: it may block for seconds."""
+    def stop(self, spill_seconds: float = 0.0) -> None:
+        """End the engine; what is in flight fails. For any thread but the event loop's: it may block for seconds.
+
+        What only memory holds is written to the disk tier, if the engine has one, for so many seconds at most.
+        """
         ...
 
 

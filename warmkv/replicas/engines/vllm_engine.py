@@ -199,7 +199,7 @@ class VllmEngine:
             touched=self._touched,
         )
 
-    def stop(self) -> None:
+    def stop(self, spill_seconds: float = 0.0) -> None:
         """End vLLM; what is in flight fails. Blocks until its processes have ended, for some seconds."""
         self._loop.call_soon_threadsafe(self._cancel_all)
         self._llm.shutdown()

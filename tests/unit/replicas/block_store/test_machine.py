@@ -6,6 +6,7 @@ import random
 import shutil
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.unit.replicas.block_store.harness import Harness, Prompt
+from warmkv.replicas.block_store import spill
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
 TENANTS = st.sampled_from(["a", "b"])
@@ -74,9 +76,27 @@ class StoreMachine(RuleBasedStateMachine):
     def damage(self, number, how):
         self.harness.damage(number, how)
 
-    @rule(crash=st.booleans())
-    def restart(self, crash):
+    @rule(crash=st.booleans(), spills=st.booleans(), blocks=st.integers(0, 30))
+    def restart(self, crash, spills, blocks):
+        if spills:
+            self.spill(blocks)
         self.harness.restart(crash)
+
+    def spill(self, blocks):
+        """Time is over when so many blocks were written."""
+        harness = self.harness
+        clock, written = harness.store.clock, 0
+
+        def write(seconds):
+            nonlocal written
+            written += 1
+            harness.lanes.run("write", 1)
+
+        harness.store.clock = lambda: clock() + (1e9 if written >= blocks else 0)
+        with patch.object(spill, "AT_ONCE", 2):
+            spill.spill(harness.store, clock() + 1e8, write)
+        harness.store.clock = clock
+        harness.check()
 
     @invariant()
     def all_agrees(self):
