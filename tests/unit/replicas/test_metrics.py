@@ -114,7 +114,7 @@ def test_residency_is_observed_where_blocks_leave_and_prefixes_are_read(tmp_path
         telemetry.BLOCK_LIFETIME: [15],  # one of four: the first
         telemetry.BLOCK_IDLE: [5],
     }
-    harness.store.residency._left = 0  # the next one is observed
+    harness.store.residency._removed = 0  # the next one is observed
     harness.wait(31)
     metrics.record(recorder, stats(), harness.store)
     assert recorder.observed[telemetry.BLOCK_LIFETIME] == [15, 31]
