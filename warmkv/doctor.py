@@ -114,6 +114,23 @@ def _examine_settings(config: Config, metrics_port: int) -> Iterator[DoctorFindi
         yield _look("access log", "gateway.access_log", access_log)
     if folder is not None:
         yield _look("versions", "control.path", versions)
+    yield from _examine_packs(config)
+
+
+def _examine_packs(config: Config) -> Iterator[DoctorFinding]:
+    """Look if some tenant can read the packs; the self-check loads them."""
+    from warmkv.platform.packs import check_readable
+    from warmkv.platform.tenants import secret_of_environment
+
+    def readable(paths: tuple[Path, ...]) -> str:
+        check_readable(paths, config, secret_of_environment())
+        return f"{len(paths)} can be read by tenants"
+
+    for name, group in config.groups().items():
+        cache = group.prefix_cache
+        if cache.packs and cache.enabled:
+            what, place = (f"packs of {name}", f"cluster.groups.{name}.") if name else ("packs", "")
+            yield _look(what, f"{place}prefix_cache.packs", partial(readable, cache.packs))
 
 
 def _look(what: str, setting: str, look: Callable[[], str]) -> DoctorFinding:

@@ -14,14 +14,15 @@ from warmkv.platform.gateway.apis.prompt import render
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import tokenize
 from warmkv.platform.gateway.apis.turns import ContentBlock, Turn
-from warmkv.platform.tenants import Tenant, chain_root
+from warmkv.platform.tenants import Tenant, chain_root, roots_of
+from warmkv.platform.tenants_file import find_tenant, roots_in_force
 from warmkv.policies.slot_sizes import workspace_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Mark
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.block_store.disk import Folder, lasting_header
-from warmkv.replicas.block_store.packs import PackError
+from warmkv.replicas.block_store.packs import PackError, check_roots
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import load_model
@@ -62,18 +63,31 @@ def prefixes(tokenizer: Any, system: str | None, documents: Sequence[str]) -> li
     return found
 
 
+def check_readable(paths: Sequence[Path], config: Config, secret: bytes) -> None:
+    """Raise PackError for packs that no tenant could read under these settings and this secret.
+
+    Raises ConfigError where the tenants file cannot be read.
+    """
+    roots = roots_in_force(config, secret)
+    for path in paths:
+        check_roots(path, roots)
+
+
 def build(
     config: Config,
-    tenants: Sequence[Tenant],
+    names: Sequence[str],
+    secret: bytes,
     system: str | None,
     documents: Sequence[str],
     out: Path,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Built:
-    """Compute the prefixes for every tenant and write them to the folder `out`.
+    """Compute the prefixes for the tenants of these names and write them to the folder `out`.
 
-    Raises PackError, ApiError (the template refuses), or OSError.
+    Raises LookupError for an unknown tenant, PackError, ApiError (the template refuses), or OSError.
     """
+    tenants = [find_tenant(name, config, secret) for name in dict.fromkeys(names)]
+    roots = roots_of(config, secret, None if config.gateway.is_open else [tenant.name for tenant in tenants])
     if out.exists() and any(out.iterdir()):
         raise PackError(f"{out} is not empty")
     found = prefixes(load_tokenizer(config.model), system, documents)
@@ -97,7 +111,7 @@ def build(
             chain = _compute(engine, tokens, tenant, chain_root(tenant.salt, config), cache.default_ttl)
             written |= _export(engine.store, chain, folder)
     built = Built(len(found) * len(tenants), total * len(tenants), len(written), sum(written.values()))
-    folder.create(tenants=sorted({tenant.name for tenant in tenants}), **asdict(built))
+    folder.create(roots=roots.document(), **asdict(built))
     return built
 
 

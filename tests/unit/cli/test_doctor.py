@@ -117,6 +117,21 @@ def test_it_leaves_the_blocks_of_a_disk_tier_alone(tmp_path: Path):
     assert block.read_bytes() == b"cut short"
 
 
+def test_it_tells_packs_that_no_request_could_read(tmp_path: Path, monkeypatch):
+    (tmp_path / "text").write_text("The handbook says that every block has a name. " * 40)
+    monkeypatch.setenv("WARMKV_SALT", "secret")
+    built = ["packs", "build", f"{tmp_path}/pack", "--tenant", "a key", "--system", f"{tmp_path}/text"]
+    assert CliRunner().invoke(app, built).exit_code == 0
+    pack = f"packs: [{tmp_path}/pack]"
+    code, found = doctor(f"prefix_cache={{{pack}}}")
+    assert (code, found["packs"], found["self-check"][0]) == (0, ("ok", "1 can be read by tenants"), "ok")
+    monkeypatch.setenv("WARMKV_SALT", "another")
+    code, found = doctor(f"cluster.groups.small.prefix_cache={{{pack}}}")
+    assert (code, found["packs of small"][0]) == (1, "failed")
+    assert "it was built with another WARMKV_SALT" in found["packs of small"][1]
+    assert "packs" not in found
+
+
 def test_it_finds_ports_that_are_taken():
     with socket.create_server(("127.0.0.1", 0)) as gateway, socket.create_server(("0.0.0.0", 0)) as metrics:
         taken, shown = (one.getsockname()[1] for one in (gateway, metrics))

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 from typer.testing import CliRunner
 
 from tests.unit.platform.gateway.apis.test_messages import ask, marked, plain
 from warmkv.cli import app
+from warmkv.config import load
+from warmkv.platform import application
+from warmkv.platform.tenants import chain_root, open_tenant, roots_of
+from warmkv.platform.tenants_file import roots_in_force
+from warmkv.prefixes.roots import Roots
+from warmkv.replicas.block_store.packs import PackError
+from warmkv.replicas.engines import own
+from warmkv.replicas.engines.interface import Place
+from warmkv.replicas.loading.tokenizer import model_path
 
 DOCUMENT = "The handbook says that every block has a name.\n" * 60
 SYSTEM = "Answer from the handbook only, in one sentence. " * 20
@@ -94,7 +105,6 @@ def test_load_says_what_a_replica_would_hold(pack):
 def test_a_pack_that_does_not_fit_is_refused_with_the_reason(pack, tmp_path):
     for flags, reason in [
         (["--set", "prefix_cache.block_size=32"], "block_size is 64, not 32"),
-        (["--set", "model.dtype=bfloat16"], "dtype is 'float32', not 'bfloat16'"),
         (["--set", "prefix_cache.memory_bytes=1KB"], "no tier in memory has room"),
     ]:
         result = packs("load", pack, *flags)
@@ -103,9 +113,102 @@ def test_a_pack_that_does_not_fit_is_refused_with_the_reason(pack, tmp_path):
     assert "no manifest" in packs("load", tmp_path).stderr
 
 
-def test_a_damaged_pack_is_refused(pack, tmp_path):
-    import shutil
+TEAM = f"gateway.tenants=[{{name: team, key_sha256: {'a' * 64}}}]"
+CREW = TEAM.replace("team", "crew")
 
+
+@pytest.mark.parametrize(
+    ("salt", "settings", "reason"),
+    [
+        ("another", (), "it was built with another WARMKV_SALT"),
+        ("", (), "WARMKV_SALT is not set here"),
+        ("secret", ("model.served_name=other",), "was 'tiny' when it was built, here it is 'other'"),
+        ("secret", ("model.revision=v2",), "model.revision was '' when it was built, here it is 'v2'"),
+        ("secret", ("model.dtype=float32",), "model.dtype was 'auto' when it was built, here it is 'float32'"),
+        ("secret", (TEAM,), "it was built for API keys, and tenants are configured here"),
+    ],
+    ids=["another salt", "no salt", "another name", "another revision", "another dtype", "tenants"],
+)
+def test_a_pack_that_no_request_could_read_is_refused_with_the_reason(pack, salt, settings, reason):
+    flags = [part for setting in settings for part in ("--set", setting)]
+    result = packs("load", pack, *flags, salt=salt)
+    assert result.exit_code == 1
+    assert f"pack {pack}: no request could read it" in result.stderr
+    assert reason in result.stderr
+
+
+def test_a_pack_for_configured_tenants_is_refused_where_none_of_them_is(tmp_path):
+    (tmp_path / "text").write_text(SYSTEM)
+    built = packs("build", tmp_path / "pack", "--tenant", "team", "--system", tmp_path / "text", "--set", TEAM)
+    assert built.exit_code == 0, built.output
+    both = f"{TEAM[:-1]}, {{name: crew, key_sha256: {'b' * 64}}}]"
+    assert packs("load", tmp_path / "pack", "--set", both).exit_code == 0
+    assert (
+        "it was built for team, and the tenants here are crew" in packs("load", tmp_path / "pack", "--set", CREW).stderr
+    )
+    assert "it was built for team, and no tenants are configured" in packs("load", tmp_path / "pack").stderr
+    (tmp_path / "tenants.yaml").write_text(f"tenants: [{{name: team, key_sha256: {'c' * 64}}}]\n")
+    assert packs("load", tmp_path / "pack", "--set", f"gateway.tenants_file={tmp_path}/tenants.yaml").exit_code == 0
+
+
+def test_a_manifest_tells_no_secret(pack):
+    text = (pack / "manifest.json").read_text()
+    config = load(environ={})
+    for key in ("alice", "bob"):
+        salt = open_tenant(key, config.gateway, b"secret").salt
+        for told in (key, salt.hex(), chain_root(salt, config).hex(), '"secret"'):
+            assert told not in text
+
+
+def copied(folder: Path) -> Path:
+    """Copy the small model, as to another machine."""
+    return shutil.copytree(model_path(load(environ={}).model), folder / "tiny")
+
+
+def test_a_pack_is_read_where_the_model_lies_in_another_folder(serve, pack, tmp_path):
+    server = serve("engine.threads=1", f"prefix_cache.packs=[{pack}]", f"model.path={copied(tmp_path)}")
+    answer = ask(server, [marked(DOCUMENT), plain("What has a name?")], key="alice", system=SYSTEM)
+    assert answer.usage.cache_read_input_tokens > 0
+    assert answer.usage.cache_creation_input_tokens == 0
+
+
+def test_a_pack_of_other_weights_of_the_same_name_is_refused(pack, tmp_path):
+    file = copied(tmp_path) / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    safetensors.torch.save_file(tensors | {name: tensors[name] * 1.5}, file, {"format": "pt"})
+    result = packs("load", pack, "--set", f"model.path={tmp_path}/tiny")
+    assert result.exit_code == 1
+    assert "weights is" in result.stderr
+
+
+def test_a_replica_refuses_a_pack_that_no_request_could_read_before_it_loads_the_model(pack):
+    config = load(flags=[f"prefix_cache.packs=[{pack}]", "model.path=/nowhere/tiny"], environ={})
+    place = Place("replica", 1, 1.0, roots_in_force(config, b"another"))
+    with pytest.raises(PackError, match="another WARMKV_SALT"):
+        own.build(config, None, place, lambda *_: None, lambda what: None)
+
+
+@pytest.mark.parametrize("tenants_file", [None, "/nowhere/tenants.yaml"])
+def test_replicas_hear_under_which_roots_requests_come(monkeypatch, tenants_file):
+    monkeypatch.setenv("WARMKV_SALT", "secret")
+    for start in ("start_directory", "start_control", "start_whatif"):
+        monkeypatch.setattr(application, start, lambda *_: None)
+    flags = [] if tenants_file is None else [f"gateway.tenants_file={tenants_file}"]
+    config = load(flags=flags, environ={})
+    bound = []
+
+    class Deployment:
+        def bind(self, *args: object) -> None:
+            bound.append(args)
+
+    monkeypatch.setattr(application.serve, "deployment", lambda *_, **__: Deployment())
+    application.build(config.model_dump(mode="json", exclude_defaults=True))
+    told = next(one for args in bound for one in args if isinstance(one, Roots))
+    assert told == roots_of(config, b"secret", None if tenants_file is None else ())
+
+
+def test_a_damaged_pack_is_refused(pack, tmp_path):
     for number, change in enumerate(("flip", "missing")):
         copy = tmp_path / str(number)
         shutil.copytree(pack, copy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +16,9 @@ app = typer.Typer(no_args_is_help=True, help="Knowledge packs: prefixes computed
 
 
 def _secret() -> bytes:
-    from warmkv.platform.tenants import SALT_ENV
+    from warmkv.platform.tenants import SALT_ENV, secret_of_environment
 
-    if secret := os.environ.get(SALT_ENV, "").encode():
+    if secret := secret_of_environment():
         return secret
     raise ConfigError(f"{SALT_ENV} is not set: without the service's salt nobody would find the pack")
 
@@ -46,14 +45,14 @@ def build(
     """
     from warmkv.platform import packs
     from warmkv.platform.gateway.apis.errors import ApiError
-    from warmkv.platform.tenants_file import find_tenant
 
     settings = options.read()
     secret = _secret()
     try:
         built = packs.build(
             settings,
-            [find_tenant(name, settings, secret) for name in dict.fromkeys(tenant)],
+            tenant,
+            secret,
             system.read_text() if system else None,
             [path.read_text() for path in document],
             out,
@@ -70,14 +69,17 @@ def load(
     options: SettingsOptions,
     paths: Annotated[list[Path], typer.Argument(help="Packs.")],
 ) -> None:
-    """Check packs as a replica does at its start: model, checksums and memory.
+    """Check packs as a replica does at its start: salt, model, tenants, checksums and memory.
 
     Example: `warmkv packs load packs/handbook`
     """
+    from warmkv.platform.packs import check_readable
+    from warmkv.platform.tenants import secret_of_environment
     from warmkv.replicas.engine.engine import Engine
     from warmkv.replicas.loading.load import load_model
 
     settings = options.read()
+    check_readable(paths, settings, secret_of_environment())
     none = type(settings.prefix_cache.disk)()  # a running replica may hold its folder
     cache = settings.prefix_cache.model_copy(update={"enabled": True, "packs": tuple(paths), "disk": none})
     engine = Engine(load_model(settings.model), settings.engine, cache, clock=lambda: 0.0)

@@ -143,12 +143,7 @@ class Folder:
 
     def check(self) -> dict[str, Any]:
         """Return its manifest. Raises DiskTierError if it cannot be read or belongs to other KV."""
-        try:
-            found = json.loads((self.path / MANIFEST).read_bytes())
-        except (OSError, ValueError) as error:
-            raise DiskTierError(f"{self.path} has no manifest that can be read: {error}") from None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise DiskTierError(f"{self.path} is not of format {FORMAT}")
+        found = read_manifest(self.path)
         identity = found.get("identity")
         if unlike := self.identity.differs(identity):
             named = identity.get("model") if isinstance(identity, dict) else "an unknown model"
@@ -231,6 +226,17 @@ class Folder:
                 yield path
             else:
                 yield header
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a folder. Raises DiskTierError if there is none that can be read."""
+    try:
+        found = json.loads((path / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DiskTierError(f"{path} has no manifest that can be read: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise DiskTierError(f"{path} is not of format {FORMAT}")
+    return found
 
 
 def claim(path: Path, identity: Identity, storage: BlockStorage) -> Folder:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from warmkv.faults import UserError
 from warmkv.policies.prefix_tree.radix import RadixTree
-from warmkv.replicas.block_store.disk import BlockFileError, DiskTierError, Folder, Header, block
+from warmkv.prefixes.roots import Roots
+from warmkv.replicas.block_store.disk import BlockFileError, DiskTierError, Folder, Header, block, read_manifest
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.tiers import TierStorage
@@ -23,6 +24,16 @@ log = logging.getLogger(__name__)
 
 class PackError(UserError):
     """A pack that cannot be used; the message says why."""
+
+
+def check_roots(path: Path, roots: Roots) -> None:
+    """Raise PackError if no request with these roots could ever read a block of the pack."""
+    try:
+        manifest = read_manifest(path)
+    except DiskTierError as error:
+        raise PackError(f"no pack: {error}") from None
+    if why := roots.mismatch(manifest.get("roots")):
+        raise PackError(f"pack {path}: no request could read it: {why}")
 
 
 def read(path: Path, identity: Identity) -> list[tuple[Packed, Header]]:
