@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,12 +16,15 @@ from tests.unit.platform.gateway.apis.test_messages import ask, marked, plain
 from warmkv.cli import app
 from warmkv.config import load
 from warmkv.platform import application
+from warmkv.platform import packs as platform_packs
 from warmkv.platform.tenants import chain_root, open_tenant, roots_of
 from warmkv.platform.tenants_file import roots_in_force
 from warmkv.prefixes.roots import Roots
+from warmkv.replicas.block_store.disk import Folder, lock_folder
 from warmkv.replicas.block_store.packs import PackError
 from warmkv.replicas.engines import own
 from warmkv.replicas.engines.interface import Place
+from warmkv.replicas.loading.load import load_model
 from warmkv.replicas.loading.tokenizer import model_path
 
 DOCUMENT = "The handbook says that every block has a name.\n" * 60
@@ -220,6 +225,64 @@ def test_a_damaged_pack_is_refused(pack, tmp_path):
         result = packs("load", copy)
         assert result.exit_code == 1
         assert ("checksum" if change == "flip" else "should have") in result.stderr
+
+
+def parts_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_build_that_fails_leaves_nothing_and_can_be_repeated(tmp_path, monkeypatch):
+    (tmp_path / "long").write_text(DOCUMENT * 20)
+    (tmp_path / "text").write_text(SYSTEM)
+    loads = []
+    monkeypatch.setattr(platform_packs, "load_model", lambda config: loads.append(config) or load_model(config))
+    command = ["build", tmp_path / "out" / "pack", "--tenant", "a", "--document"]
+    result = packs(*command, tmp_path / "long", "--set", "engine.max_context=1024")
+    assert "long: 1" in result.stderr
+    assert "a prompt has at most 1024" in result.stderr
+    assert not loads
+
+    write, fault = Folder.write, [KeyboardInterrupt()]
+
+    def fail(folder: Folder, *block: object) -> None:
+        if len(list(folder.path.glob("??/*"))) == 2:
+            raise fault[0]
+        write(folder, *block)
+
+    monkeypatch.setattr(Folder, "write", fail)
+    assert packs(*command, tmp_path / "text").exit_code == 130
+    assert parts_of(tmp_path / "out") == []
+    fault[0] = OSError(errno.ENOSPC, "No space left on device")
+    result = packs(*command, tmp_path / "text")
+    assert result.exit_code == 1
+    assert f"{tmp_path}/out/pack: No space left on device; the pack needs at most " in result.stderr.replace("\n", " ")
+    needed = int(result.stderr.split("at most ")[1].split(" bytes")[0].replace(",", ""))
+    assert parts_of(tmp_path / "out") == []
+
+    monkeypatch.setattr(Folder, "write", write)
+    (tmp_path / "out" / ".pack.part" / "00").mkdir(parents=True)  # of a build that was killed
+    (tmp_path / "out" / ".pack.part" / "00" / f"{'0' * 32}.safetensors").write_bytes(b"")
+    assert packs(*command, tmp_path / "text").exit_code == 0
+    assert parts_of(tmp_path / "out") == ["pack"]
+    assert packs("load", tmp_path / "out" / "pack").exit_code == 0
+    taken = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.safetensors"))
+    assert 0.9 * needed < taken <= needed
+
+
+def test_an_empty_folder_becomes_the_pack_and_others_are_refused(tmp_path):
+    (tmp_path / "text").write_text(SYSTEM)
+    flags = ["--tenant", "a", "--system", tmp_path / "text"]
+    (tmp_path / "pack").mkdir()
+    assert packs("build", tmp_path / "pack", *flags).exit_code == 0
+    assert packs("load", tmp_path / "pack").exit_code == 0
+    assert "pack is not empty" in packs("build", tmp_path / "pack", *flags).stderr
+    assert "text is a file" in packs("build", tmp_path / "text", *flags).stderr
+    lock = lock_folder(tmp_path / ".new.part")
+    assert lock is not None
+    assert "new is being built by another process" in packs("build", tmp_path / "new", *flags).stderr
+    os.close(lock)
+    assert packs("build", tmp_path / "new", *flags).exit_code == 0
+    assert parts_of(tmp_path) == ["new", "pack", "text"]
 
 
 def test_what_cannot_be_built_says_why(tmp_path):

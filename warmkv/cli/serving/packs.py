@@ -53,8 +53,8 @@ def build(
             settings,
             tenant,
             secret,
-            system.read_text() if system else None,
-            [path.read_text() for path in document],
+            packs.Source(system.name, system.read_text()) if system else None,
+            [packs.Source(path.name, path.read_text()) for path in document],
             out,
             errors.print,
         )

@@ -154,15 +154,10 @@ class Folder:
 
     def claim(self) -> bool:
         """Take the folder for this process, until it ends; False if another one has it. Raises OSError."""
-        self.path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
-        lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            return False
-        self._lock = lock
-        return True
+        lock = lock_folder(self.path)
+        if lock is not None:
+            self._lock = lock
+        return lock is not None
 
     def release(self) -> None:
         if self._lock is not None:
@@ -226,6 +221,18 @@ class Folder:
                 yield path
             else:
                 yield header
+
+
+def lock_folder(path: Path) -> int | None:
+    """Make a folder and lock it, until the descriptor is closed; None if another process has it. Raises OSError."""
+    path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
