@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from warmkv.config import Config
+from warmkv.config import Config, ConfigError
 from warmkv.platform.gateway.apis.prompt import render
 from warmkv.platform.gateway.apis.token_cache import TokenCache
 from warmkv.platform.gateway.apis.tokens import tokenize
@@ -124,11 +124,20 @@ def _staged(out: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def check_engine(config: Config) -> None:
+    """Raise ConfigError for an engine that does not read packs."""
+    if (kind := config.engine.kind) != "warmkv":
+        raise ConfigError(f"engine.kind is {kind}: packs are for warmkv's own engine")
+
+
 def check_readable(paths: Sequence[Path], config: Config, secret: bytes) -> None:
     """Raise PackError for packs that no tenant could read under these settings and this secret.
 
-    Raises ConfigError where the tenants file cannot be read.
+    Raises ConfigError where the tenants file cannot be read, or replicas read no packs.
     """
+    if not config.prefix_cache.enabled:
+        raise ConfigError("prefix_cache.enabled is false: replicas load no packs")
+    check_engine(config)
     roots = roots_in_force(config, secret)
     for path in paths:
         check_roots(path, roots)
@@ -145,8 +154,9 @@ def build(
 ) -> Built:
     """Compute the prefixes for the tenants of these names and write them to the folder `out`, or leave nothing there.
 
-    Raises LookupError for an unknown tenant, PackError, ApiError (the template refuses), or OSError.
+    Raises LookupError for an unknown tenant, PackError, ApiError (the template refuses), ConfigError, or OSError.
     """
+    check_engine(config)
     tenants = [find_tenant(name, config, secret) for name in dict.fromkeys(names)]
     roots = roots_of(config, secret, None if config.gateway.is_open else [tenant.name for tenant in tenants])
     with _staged(out) as beside:

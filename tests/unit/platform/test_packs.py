@@ -142,6 +142,20 @@ def test_a_pack_that_no_request_could_read_is_refused_with_the_reason(pack, salt
     assert reason in result.stderr
 
 
+def test_packs_are_refused_where_replicas_would_not_read_them(pack, tmp_path):
+    (tmp_path / "text").write_text(SYSTEM)
+    build = ("build", tmp_path / "pack", "--tenant", "a", "--system", tmp_path / "text")
+    off, vllm = ("--set", "prefix_cache.enabled=false"), ("--set", "engine.kind=vllm")
+    for command, reason in (
+        (("load", pack, *off), "prefix_cache.enabled is false: replicas load no packs"),
+        (("load", pack, *vllm), "engine.kind is vllm: packs are for warmkv's own engine"),
+        ((*build, *vllm), "engine.kind is vllm: packs are for warmkv's own engine"),
+    ):
+        result = packs(*command)
+        assert (result.exit_code, reason in result.stderr) == (2, True), result.stderr
+    assert not (tmp_path / "pack").exists()
+
+
 def test_a_pack_for_configured_tenants_is_refused_where_none_of_them_is(tmp_path):
     (tmp_path / "text").write_text(SYSTEM)
     built = packs("build", tmp_path / "pack", "--tenant", "team", "--system", tmp_path / "text", "--set", TEAM)

@@ -81,7 +81,7 @@ def load(
     settings = options.read()
     check_readable(paths, settings, secret_of_environment())
     none = type(settings.prefix_cache.disk)()  # a running replica may hold its folder
-    cache = settings.prefix_cache.model_copy(update={"enabled": True, "packs": tuple(paths), "disk": none})
+    cache = settings.prefix_cache.model_copy(update={"packs": tuple(paths), "disk": none})
     engine = Engine(load_model(settings.model), settings.engine, cache, clock=lambda: 0.0)
     held = ", ".join(f"{size} bytes in the tier {tier}" for tier, size in engine.store.tier_bytes.items() if size)
     print(f"{len(engine.store)} blocks, {held}")
