@@ -28,7 +28,7 @@ from warmkv.prefixes.record import Mark
 from warmkv.prefixes.roots import Roots
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.block_store.disk import LOCK, Folder, lasting_header, lock_folder
-from warmkv.replicas.block_store.packs import PackError, check_roots
+from warmkv.replicas.block_store.packs import PackError, check_roots, pack_manifest
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import load_model
@@ -45,6 +45,19 @@ class Source:
 
     name: str
     text: str
+
+    @classmethod
+    def read(cls, path: Path) -> Source:
+        """Read a file. Raises PackError where it cannot be read, is not UTF-8, or is empty."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise PackError(f"{path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise PackError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start:,}") from None
+        if not text.strip():
+            raise PackError(f"{path} is empty")
+        return cls(path.name, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +101,14 @@ def prefixes(tokenizer: Any, system: Source | None, documents: Sequence[Source])
 
 
 def _check_lengths(found: Sequence[Prefix], config: Config) -> None:
-    """Raise PackError for a prefix behind which no question fits, before the model is loaded."""
-    most = config.engine.max_context or load_max_context(config.model)
+    """Raise PackError for a prefix that no breakpoint marks, or behind which no question fits."""
+    most, least = config.engine.max_context or load_max_context(config.model), config.prefix_cache.min_tokens
     for prefix in found:
+        if len(prefix.tokens) < least:
+            raise PackError(
+                f"{prefix.name}: {len(prefix.tokens)} tokens with all before it, and breakpoints are ignored before "
+                f"{least} (prefix_cache.min_tokens)"
+            )
         if (tokens := len(prefix.tokens)) >= most:
             raise PackError(f"{prefix.name}: {tokens} tokens with all before it, and a prompt has at most {most}")
 
@@ -157,11 +175,13 @@ def build(
     Raises LookupError for an unknown tenant, PackError, ApiError (the template refuses), ConfigError, or OSError.
     """
     check_engine(config)
+    if not all(name.strip() for name in names):
+        raise PackError("the name of a tenant, or its API key, is empty")
     tenants = [find_tenant(name, config, secret) for name in dict.fromkeys(names)]
     roots = roots_of(config, secret, None if config.gateway.is_open else [tenant.name for tenant in tenants])
     with _staged(out) as beside:
         found = prefixes(load_tokenizer(config.model), system, documents)
-        _check_lengths(found, config)
+        _check_lengths(found, config)  # before the model is loaded
         return _build(config, tenants, roots, found, beside, out, progress)
 
 
@@ -196,7 +216,8 @@ def _build(
                 chain = _compute(engine, prefix, tenant, chain_root(tenant.salt, config), cache.default_ttl)
                 written |= _export(engine.store, chain, folder)
         built = Built(len(found) * len(tenants), total * len(tenants), len(written), sum(written.values()))
-        folder.create(roots=roots.document(), **asdict(built))
+        documents = [{"name": prefix.name, "tokens": len(prefix.tokens)} for prefix in found]
+        folder.create(roots=roots.document(), documents=documents, **asdict(built))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -204,6 +225,19 @@ def _build(
         needed = room + files * FILE_BYTES
         raise OSError(f"{out}: {error.strerror}; the pack needs at most {needed:,} bytes") from None
     return built
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """Return what the manifest of a pack tells of it. Raises PackError."""
+    manifest = pack_manifest(path)
+    identity, roots = manifest["identity"], manifest["roots"]
+    return {
+        "path": str(path),
+        "model": {"name": roots["model"], "kind": identity["model"]}
+        | {name: identity[name] for name in ("weights", "dtype", "block_size")},
+        "tenants": roots["tenants"],
+        **{name: manifest[name] for name in ("documents", "prefixes", "tokens", "blocks", "bytes", "storage")},
+    }
 
 
 def _compute(engine: Engine, prefix: Prefix, tenant: Tenant, root: bytes, ttl: str) -> list[bytes]:

@@ -241,6 +241,33 @@ def test_a_damaged_pack_is_refused(pack, tmp_path):
         assert ("checksum" if change == "flip" else "should have") in result.stderr
 
 
+def test_show_tells_what_packs_hold(pack):
+    result = packs("show", pack, pack.parent / "system", "--json", salt="")
+    handbook, system = json.loads(result.stdout)
+    manifest = json.loads((pack / "manifest.json").read_text())
+    files = list(pack.rglob("*.safetensors"))
+    lengths = [document["tokens"] for document in handbook["documents"]]
+    assert [document["name"] for document in handbook["documents"]] == ["document.txt"]
+    assert [document["name"] for document in system["documents"]] == ["system.txt"]
+    assert (handbook["path"], handbook["tenants"], handbook["storage"]) == (str(pack), None, "model")
+    assert (handbook["blocks"], handbook["tokens"], handbook["prefixes"]) == (len(files), 2 * sum(lengths), 2)
+    assert 0 < handbook["bytes"] < sum(file.stat().st_size for file in files)
+    assert (handbook["model"]["name"], handbook["model"]["block_size"]) == ("tiny", 64)
+    assert handbook["model"]["weights"] == manifest["identity"]["weights"]
+    shown = packs("show", pack).stdout
+    for told in ("document.txt", "2 by API key", "float32", f"{handbook['bytes']:,}", f"{handbook['tokens']:,} tokens"):
+        assert told in shown
+
+
+def test_show_refuses_what_is_no_whole_pack(pack, tmp_path):
+    assert "no manifest" in packs("show", tmp_path).stderr
+    manifest = json.loads((pack / "manifest.json").read_text())
+    del manifest["roots"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    for command in ("show", "load"):
+        assert "its manifest has no roots; build it again" in packs(command, tmp_path).stderr
+
+
 def parts_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -309,4 +336,14 @@ def test_what_cannot_be_built_says_why(tmp_path):
     tenants = f"gateway.tenants=[{{name: team, key_sha256: {'a' * 64}}}]"
     unknown = packs("build", tmp_path / "new", "--tenant", "a", "--system", text, "--set", tenants)
     assert "no tenant is called 'a'; gateway.tenants has team" in unknown.stderr
-    assert "No such file" in packs("build", tmp_path / "new", "--tenant", "a", "--system", tmp_path / "none").stderr
+    for content, reason in ((None, "No such file"), (b"\xff", "text is not UTF-8 text: invalid"), (b" \n", "is empty")):
+        text.unlink(missing_ok=True)
+        if content is not None:
+            text.write_bytes(content)
+        for flag in ("--system", "--document"):
+            assert reason in packs("build", tmp_path / "new", "--tenant", "a", flag, text).stderr
+    text.write_text("A short document.")
+    short = packs("build", tmp_path / "new", "--tenant", "a", "--document", text).stderr
+    assert "before 64 (prefix_cache.min_tokens)" in short.replace("\n", " ")
+    assert "is empty" in packs("build", tmp_path / "new", "--tenant", "", "--document", text).stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]

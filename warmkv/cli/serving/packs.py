@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from warmkv.cli.command import add_command, fail, no_standard_output
-from warmkv.cli.options import SettingsOptions
+from warmkv.cli.options import JsonOptions, SettingsOptions
 from warmkv.config import ConfigError
-from warmkv.terminal import errors
+from warmkv.terminal import console, errors
 
 app = typer.Typer(no_args_is_help=True, help="Knowledge packs: prefixes computed once, which replicas keep for good.")
 
@@ -53,12 +53,12 @@ def build(
             settings,
             tenant,
             secret,
-            packs.Source(system.name, system.read_text()) if system else None,
-            [packs.Source(path.name, path.read_text()) for path in document],
+            packs.Source.read(system) if system else None,
+            [packs.Source.read(path) for path in document],
             out,
             errors.print,
         )
-    except (ApiError, LookupError, UnicodeDecodeError) as error:
+    except (ApiError, LookupError) as error:
         fail(str(error), code=1)
     print(f"{out}: {built.prefixes} prefixes, {built.tokens} tokens, {built.blocks} blocks, {built.bytes} bytes")
     print(f"serve with --set 'prefix_cache.packs=[{out}]'")
@@ -85,3 +85,31 @@ def load(
     engine = Engine(load_model(settings.model), settings.engine, cache, clock=lambda: 0.0)
     held = ", ".join(f"{size} bytes in the tier {tier}" for tier, size in engine.store.tier_bytes.items() if size)
     print(f"{len(engine.store)} blocks, {held}")
+
+
+@add_command(app, code=1)
+def show(
+    paths: Annotated[list[Path], typer.Argument(metavar="PACKS...", help="Folders of packs.")], output: JsonOptions
+) -> None:
+    """Show what packs hold: model, tenants, documents, size. The model is not loaded.
+
+    Example: `warmkv packs show packs/*`
+    """
+    from warmkv.platform.packs import contents
+
+    found = [contents(path) for path in paths]
+    output.give(found, lambda: list(map(_shown, found)))
+
+
+def _shown(pack: dict[str, Any]) -> None:
+    model, copies = pack["model"], pack["prefixes"] // len(pack["documents"])
+    documents = [f"{one['name']} ({one['tokens']:,} tokens)" for one in pack["documents"]]
+    console.print(pack["path"], style="bold")
+    for what, told in (
+        ("model", f"{model['name']} ({model['kind']}), {model['dtype']}"),
+        ("tenants", f"{copies} by API key" if pack["tenants"] is None else ", ".join(pack["tenants"])),
+        ("documents", ", ".join(documents)),
+        ("holds", f"{pack['tokens']:,} tokens in {pack['blocks']:,} blocks of {model['block_size']}"),
+        ("bytes", f"{pack['bytes']:,}, storage {pack['storage']}"),
+    ):
+        console.print(f"  {what:<10} {told}")

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from warmkv.faults import UserError
 from warmkv.policies.prefix_tree.radix import RadixTree
@@ -26,13 +27,20 @@ class PackError(UserError):
     """A pack that cannot be used; the message says why."""
 
 
-def check_roots(path: Path, roots: Roots) -> None:
-    """Raise PackError if no request with these roots could ever read a block of the pack."""
+def pack_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a pack. Raises PackError where there is none, or not a whole one."""
     try:
         manifest = read_manifest(path)
     except DiskTierError as error:
         raise PackError(f"no pack: {error}") from None
-    if why := roots.mismatch(manifest.get("roots")):
+    if lacking := [name for name in ("identity", "roots", "documents", "blocks") if name not in manifest]:
+        raise PackError(f"pack {path}: its manifest has no {', '.join(lacking)}; build it again")
+    return manifest
+
+
+def check_roots(path: Path, roots: Roots) -> None:
+    """Raise PackError if no request with these roots could ever read a block of the pack."""
+    if why := roots.mismatch(pack_manifest(path)["roots"]):
         raise PackError(f"pack {path}: no request could read it: {why}")
 
 
