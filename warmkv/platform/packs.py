@@ -172,12 +172,15 @@ def build(
 ) -> Built:
     """Compute the prefixes for the tenants of these names and write them to the folder `out`, or leave nothing there.
 
-    Raises LookupError for an unknown tenant, PackError, ApiError (the template refuses), ConfigError, or OSError.
+    Raises PackError, ApiError (the template refuses), ConfigError, or OSError.
     """
     check_engine(config)
     if not all(name.strip() for name in names):
         raise PackError("the name of a tenant, or its API key, is empty")
-    tenants = [find_tenant(name, config, secret) for name in dict.fromkeys(names)]
+    try:
+        tenants = [find_tenant(name, config, secret) for name in dict.fromkeys(names)]
+    except LookupError as error:
+        raise PackError(error.args[0]) from None
     roots = roots_of(config, secret, None if config.gateway.is_open else [tenant.name for tenant in tenants])
     with _staged(out) as beside:
         found = prefixes(load_tokenizer(config.model), system, documents)

@@ -35,6 +35,13 @@ def packs(*args: object, salt: str = "secret"):
     return CliRunner().invoke(app, ["packs", *map(str, args)], env={"WARMKV_SALT": salt})
 
 
+def refused(*args: object, salt: str = "secret") -> str:
+    """Return why a command refuses what it was asked for, with the exit code for that."""
+    result = packs(*args, salt=salt)
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("packs")
@@ -112,10 +119,9 @@ def test_a_pack_that_does_not_fit_is_refused_with_the_reason(pack, tmp_path):
         (["--set", "prefix_cache.block_size=32"], "block_size is 64, not 32"),
         (["--set", "prefix_cache.memory_bytes=1KB"], "no tier in memory has room"),
     ]:
-        result = packs("load", pack, *flags)
-        assert result.exit_code == 1
-        assert reason in result.stderr
-    assert "no manifest" in packs("load", tmp_path).stderr
+        told = refused("load", pack, *flags)
+        assert reason in told
+    assert "no manifest" in refused("load", tmp_path)
 
 
 TEAM = f"gateway.tenants=[{{name: team, key_sha256: {'a' * 64}}}]"
@@ -136,10 +142,9 @@ CREW = TEAM.replace("team", "crew")
 )
 def test_a_pack_that_no_request_could_read_is_refused_with_the_reason(pack, salt, settings, reason):
     flags = [part for setting in settings for part in ("--set", setting)]
-    result = packs("load", pack, *flags, salt=salt)
-    assert result.exit_code == 1
-    assert f"pack {pack}: no request could read it" in result.stderr
-    assert reason in result.stderr
+    told = refused("load", pack, *flags, salt=salt)
+    assert f"pack {pack}: no request could read it" in told
+    assert reason in told
 
 
 def test_packs_are_refused_where_replicas_would_not_read_them(pack, tmp_path):
@@ -151,8 +156,7 @@ def test_packs_are_refused_where_replicas_would_not_read_them(pack, tmp_path):
         (("load", pack, *vllm), "engine.kind is vllm: packs are for warmkv's own engine"),
         ((*build, *vllm), "engine.kind is vllm: packs are for warmkv's own engine"),
     ):
-        result = packs(*command)
-        assert (result.exit_code, reason in result.stderr) == (2, True), result.stderr
+        assert reason in refused(*command)
     assert not (tmp_path / "pack").exists()
 
 
@@ -162,10 +166,8 @@ def test_a_pack_for_configured_tenants_is_refused_where_none_of_them_is(tmp_path
     assert built.exit_code == 0, built.output
     both = f"{TEAM[:-1]}, {{name: crew, key_sha256: {'b' * 64}}}]"
     assert packs("load", tmp_path / "pack", "--set", both).exit_code == 0
-    assert (
-        "it was built for team, and the tenants here are crew" in packs("load", tmp_path / "pack", "--set", CREW).stderr
-    )
-    assert "it was built for team, and no tenants are configured" in packs("load", tmp_path / "pack").stderr
+    assert "it was built for team, and the tenants here are crew" in refused("load", tmp_path / "pack", "--set", CREW)
+    assert "it was built for team, and no tenants are configured" in refused("load", tmp_path / "pack")
     (tmp_path / "tenants.yaml").write_text(f"tenants: [{{name: team, key_sha256: {'c' * 64}}}]\n")
     assert packs("load", tmp_path / "pack", "--set", f"gateway.tenants_file={tmp_path}/tenants.yaml").exit_code == 0
 
@@ -196,9 +198,8 @@ def test_a_pack_of_other_weights_of_the_same_name_is_refused(pack, tmp_path):
     tensors = safetensors.torch.load_file(file)
     name = next(name for name in tensors if name.endswith("q_proj.weight"))
     safetensors.torch.save_file(tensors | {name: tensors[name] * 1.5}, file, {"format": "pt"})
-    result = packs("load", pack, "--set", f"model.path={tmp_path}/tiny")
-    assert result.exit_code == 1
-    assert "weights is" in result.stderr
+    told = refused("load", pack, "--set", f"model.path={tmp_path}/tiny")
+    assert "weights is" in told
 
 
 def test_a_replica_refuses_a_pack_that_no_request_could_read_before_it_loads_the_model(pack):
@@ -236,9 +237,8 @@ def test_a_damaged_pack_is_refused(pack, tmp_path):
             path.write_bytes(path.read_bytes()[:-1] + b"?")
         else:
             path.unlink()
-        result = packs("load", copy)
-        assert result.exit_code == 1
-        assert ("checksum" if change == "flip" else "should have") in result.stderr
+        told = refused("load", copy)
+        assert ("checksum" if change == "flip" else "should have") in told
 
 
 def test_show_tells_what_packs_hold(pack):
@@ -260,12 +260,12 @@ def test_show_tells_what_packs_hold(pack):
 
 
 def test_show_refuses_what_is_no_whole_pack(pack, tmp_path):
-    assert "no manifest" in packs("show", tmp_path).stderr
+    assert "no manifest" in refused("show", tmp_path)
     manifest = json.loads((pack / "manifest.json").read_text())
     del manifest["roots"]
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     for command in ("show", "load"):
-        assert "its manifest has no roots; build it again" in packs(command, tmp_path).stderr
+        assert "its manifest has no roots; build it again" in refused(command, tmp_path)
 
 
 def parts_of(folder: Path) -> list[str]:
@@ -278,9 +278,9 @@ def test_a_build_that_fails_leaves_nothing_and_can_be_repeated(tmp_path, monkeyp
     loads = []
     monkeypatch.setattr(platform_packs, "load_model", lambda config: loads.append(config) or load_model(config))
     command = ["build", tmp_path / "out" / "pack", "--tenant", "a", "--document"]
-    result = packs(*command, tmp_path / "long", "--set", "engine.max_context=1024")
-    assert "long: 1" in result.stderr
-    assert "a prompt has at most 1024" in result.stderr
+    told = refused(*command, tmp_path / "long", "--set", "engine.max_context=1024")
+    assert "long: 1" in told
+    assert "a prompt has at most 1024" in told
     assert not loads
 
     write, fault = Folder.write, [KeyboardInterrupt()]
@@ -316,11 +316,11 @@ def test_an_empty_folder_becomes_the_pack_and_others_are_refused(tmp_path):
     (tmp_path / "pack").mkdir()
     assert packs("build", tmp_path / "pack", *flags).exit_code == 0
     assert packs("load", tmp_path / "pack").exit_code == 0
-    assert "pack is not empty" in packs("build", tmp_path / "pack", *flags).stderr
-    assert "text is a file" in packs("build", tmp_path / "text", *flags).stderr
+    assert "pack is not empty" in refused("build", tmp_path / "pack", *flags)
+    assert "text is a file" in refused("build", tmp_path / "text", *flags)
     lock = lock_folder(tmp_path / ".new.part")
     assert lock is not None
-    assert "new is being built by another process" in packs("build", tmp_path / "new", *flags).stderr
+    assert "new is being built by another process" in refused("build", tmp_path / "new", *flags)
     os.close(lock)
     assert packs("build", tmp_path / "new", *flags).exit_code == 0
     assert parts_of(tmp_path) == ["new", "pack", "text"]
@@ -330,20 +330,20 @@ def test_what_cannot_be_built_says_why(tmp_path):
     text = tmp_path / "text"
     text.write_text("A system prompt.")
     full = ["build", tmp_path, "--tenant", "a", "--system", text]
-    assert "is not empty" in packs(*full).stderr
-    assert "WARMKV_SALT is not set" in packs(*full, salt="").stderr
-    assert "needs a system prompt or documents" in packs("build", tmp_path / "new", "--tenant", "a").stderr
+    assert "is not empty" in refused(*full)
+    assert "WARMKV_SALT is not set" in refused(*full, salt="")
+    assert "needs a system prompt or documents" in refused("build", tmp_path / "new", "--tenant", "a")
     tenants = f"gateway.tenants=[{{name: team, key_sha256: {'a' * 64}}}]"
-    unknown = packs("build", tmp_path / "new", "--tenant", "a", "--system", text, "--set", tenants)
-    assert "no tenant is called 'a'; gateway.tenants has team" in unknown.stderr
+    unknown = refused("build", tmp_path / "new", "--tenant", "a", "--system", text, "--set", tenants)
+    assert "no tenant is called 'a'; gateway.tenants has team" in unknown
     for content, reason in ((None, "No such file"), (b"\xff", "text is not UTF-8 text: invalid"), (b" \n", "is empty")):
         text.unlink(missing_ok=True)
         if content is not None:
             text.write_bytes(content)
         for flag in ("--system", "--document"):
-            assert reason in packs("build", tmp_path / "new", "--tenant", "a", flag, text).stderr
+            assert reason in refused("build", tmp_path / "new", "--tenant", "a", flag, text)
     text.write_text("A short document.")
-    short = packs("build", tmp_path / "new", "--tenant", "a", "--document", text).stderr
+    short = refused("build", tmp_path / "new", "--tenant", "a", "--document", text)
     assert "before 64 (prefix_cache.min_tokens)" in short.replace("\n", " ")
-    assert "is empty" in packs("build", tmp_path / "new", "--tenant", "", "--document", text).stderr
+    assert "is empty" in refused("build", tmp_path / "new", "--tenant", "", "--document", text)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +23,18 @@ def _secret() -> bytes:
     if secret := secret_of_environment():
         return secret
     raise ConfigError(f"{SALT_ENV} is not set: without the service's salt nobody would find the pack")
+
+
+@contextmanager
+def _asked_wrongly() -> Iterator[None]:
+    """End the command with 2 for what it was asked for; what the machine cannot do ends it with 1."""
+    from warmkv.platform.gateway.apis.errors import ApiError
+    from warmkv.replicas.block_store.packs import PackError
+
+    try:
+        yield
+    except (ApiError, PackError) as error:
+        fail(str(error), code=2)
 
 
 @add_command(app, code=1)
@@ -44,11 +58,10 @@ def build(
     Example: `warmkv packs build packs/handbook --tenant support --system system.txt --document handbook.txt`
     """
     from warmkv.platform import packs
-    from warmkv.platform.gateway.apis.errors import ApiError
 
     settings = options.read()
     secret = _secret()
-    try:
+    with _asked_wrongly():
         built = packs.build(
             settings,
             tenant,
@@ -58,8 +71,6 @@ def build(
             out,
             errors.print,
         )
-    except (ApiError, LookupError) as error:
-        fail(str(error), code=1)
     print(f"{out}: {built.prefixes} prefixes, {built.tokens} tokens, {built.blocks} blocks, {built.bytes} bytes")
     print(f"serve with --set 'prefix_cache.packs=[{out}]'")
 
@@ -79,10 +90,11 @@ def load(
     from warmkv.replicas.loading.load import load_model
 
     settings = options.read()
-    check_readable(paths, settings, secret_of_environment())
     none = type(settings.prefix_cache.disk)()  # a running replica may hold its folder
     cache = settings.prefix_cache.model_copy(update={"packs": tuple(paths), "disk": none})
-    engine = Engine(load_model(settings.model), settings.engine, cache, clock=lambda: 0.0)
+    with _asked_wrongly():
+        check_readable(paths, settings, secret_of_environment())
+        engine = Engine(load_model(settings.model), settings.engine, cache, clock=lambda: 0.0)
     held = ", ".join(f"{size} bytes in the tier {tier}" for tier, size in engine.store.tier_bytes.items() if size)
     print(f"{len(engine.store)} blocks, {held}")
 
@@ -97,7 +109,8 @@ def show(
     """
     from warmkv.platform.packs import contents
 
-    found = [contents(path) for path in paths]
+    with _asked_wrongly():
+        found = [contents(path) for path in paths]
     output.give(found, lambda: list(map(_shown, found)))
 
 
