@@ -115,12 +115,17 @@ def test_load_says_what_a_replica_would_hold(pack):
 
 
 def test_a_pack_that_does_not_fit_is_refused_with_the_reason(pack, tmp_path):
+    size = json.loads((pack / "manifest.json").read_text())["bytes"]
     for flags, reason in [
-        (["--set", "prefix_cache.block_size=32"], "block_size is 64, not 32"),
-        (["--set", "prefix_cache.memory_bytes=1KB"], "no tier in memory has room"),
+        (["--set", "prefix_cache.block_size=32"], "/tiny of another kind: block_size is 64, not 32"),
+        (
+            ["--set", "prefix_cache.memory_bytes=1KB", "--set", "prefix_cache.host.memory_bytes=2KB"],
+            f"no tier in memory has room for the pack {pack}: {size:,} bytes are needed in the tier device and 1,000 "
+            f"are free; raise prefix_cache.memory_bytes; or {size:,} bytes are needed in the tier host and 2,000 are "
+            "free; raise prefix_cache.host.memory_bytes",
+        ),
     ]:
-        told = refused("load", pack, *flags)
-        assert reason in told
+        assert reason in refused("load", pack, *flags)
     assert "no manifest" in refused("load", tmp_path)
 
 

@@ -144,10 +144,11 @@ class Folder:
     def check(self) -> dict[str, Any]:
         """Return its manifest. Raises DiskTierError if it cannot be read or belongs to other KV."""
         found = read_manifest(self.path)
-        identity = found.get("identity")
-        if unlike := self.identity.differs(identity):
+        identity, own = found.get("identity"), self.identity
+        if unlike := own.differs(identity):
             named = identity.get("model") if isinstance(identity, dict) else "an unknown model"
-            raise DiskTierError(f"{self.path} holds KV of {named}, not of {self.identity.model}: {unlike}")
+            whose = f"of {own.model} of another kind" if named == own.model else f"of {named}, not of {own.model}"
+            raise DiskTierError(f"{self.path} holds KV {whose}: {unlike}")
         if found.get("storage") != self.storage:
             raise DiskTierError(f"{self.path} is kept as {found.get('storage')!r}, not as {self.storage!r}")
         return found

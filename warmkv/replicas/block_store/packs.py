@@ -74,13 +74,19 @@ def load(
     `has(key, tier)` tells what is there. Raises PackError if it does not fit the model or the memory.
     """
     packed = {bytes.fromhex(header.key): (kept, block(header, 0.0, 0.0)) for kept, header in read(path, identity)}
+    lacking = []
     for tier, place in enumerate(places):
+        if place.folder is not None:
+            continue
         new = [each for _, each in packed.values() if not has(each.key, tier)]  # packs may begin alike
         needed = sum(place.tier.weigh(each.plain, each.tokens) for each in new)
-        if place.folder is None and tree.spaces[tier].bytes + needed <= place.tier.capacity:
+        name, free = place.tier.name, place.tier.capacity - tree.spaces[tier].bytes
+        if needed <= free:
             break
+        setting = f"prefix_cache{'' if tier == 0 else f'.{name}'}.memory_bytes"
+        lacking.append(f"{needed:,} bytes are needed in the tier {name} and {free:,} are free; raise {setting}")
     else:
-        raise PackError(f"pack {path}: no tier in memory has room for its {needed} bytes")
+        raise PackError(f"no tier in memory has room for the pack {path}: {'; or '.join(lacking)}")
     if left_out := tree.restore(tier, new):
         raise PackError(f"pack {path} is not complete: the block before {left_out[0].key.hex()} is missing")
     for each in new:
