@@ -119,11 +119,11 @@ def _examine_settings(config: Config, metrics_port: int) -> Iterator[DoctorFindi
 
 def _examine_packs(config: Config) -> Iterator[DoctorFinding]:
     """Look if some tenant can read the packs; the self-check loads them."""
-    from warmkv.platform.packs import check_readable
+    from warmkv.platform.packs import check_packs
     from warmkv.platform.tenants import secret_of_environment
 
     def readable(paths: tuple[Path, ...]) -> str:
-        check_readable(paths, config, secret_of_environment())
+        check_packs(paths, config, secret_of_environment())
         return f"{len(paths)} can be read by tenants"
 
     for name, group in config.groups().items():

@@ -24,6 +24,7 @@ from warmkv.faults import UserError
 from warmkv.platform.document import serve_document
 from warmkv.platform.listening import check_listening
 from warmkv.platform.operator_key import with_operator
+from warmkv.platform.tenants import secret_of_environment
 from warmkv.platform.tenants_file import Tenants
 from warmkv.replicas.loading.adapters import check_adapter
 from warmkv.replicas.loading.tokenizer import model_path
@@ -246,11 +247,17 @@ def running(
     """Run the service on a local Ray of its own and stop it at the end. `say` is told how the start goes on.
 
     Raises OSError where a port is taken, the model folder missing or the log not writable, ConfigError where it
-    would be open to other machines or the tenants file cannot be taken, StartError where a replica cannot start.
+    would be open to other machines or the tenants file cannot be taken, PackError for a pack that cannot be used,
+    StartError where a replica cannot start.
     """
     check_listening(config.gateway)
     Tenants(config.gateway, b"", lambda outcome: None)  # whose faults would come from a gateway otherwise, much later
     check_model(config.model)
+    for group in config.groups().values():
+        if group.prefix_cache.enabled and group.prefix_cache.packs:
+            from warmkv.platform.packs import check_packs
+
+            check_packs(group.prefix_cache.packs, group, secret_of_environment())
     if config.gateway.access_log:
         check_access_log(config.gateway.access_log)
     config = with_port(config)

@@ -28,7 +28,7 @@ from warmkv.prefixes.record import Mark
 from warmkv.prefixes.roots import Roots
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.block_store.disk import LOCK, Folder, lasting_header, lock_folder
-from warmkv.replicas.block_store.packs import PackError, check_roots, pack_manifest
+from warmkv.replicas.block_store.packs import PackError, check_files, check_roots, pack_manifest
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import load_model
@@ -148,8 +148,8 @@ def check_engine(config: Config) -> None:
         raise ConfigError(f"engine.kind is {kind}: packs are for warmkv's own engine")
 
 
-def check_readable(paths: Sequence[Path], config: Config, secret: bytes) -> None:
-    """Raise PackError for packs that no tenant could read under these settings and this secret.
+def check_packs(paths: Sequence[Path], config: Config, secret: bytes) -> None:
+    """Raise PackError for packs that are not whole, or that no tenant could read under these settings and this secret.
 
     Raises ConfigError where the tenants file cannot be read, or replicas read no packs.
     """
@@ -159,6 +159,7 @@ def check_readable(paths: Sequence[Path], config: Config, secret: bytes) -> None
     roots = roots_in_force(config, secret)
     for path in paths:
         check_roots(path, roots)
+        check_files(path, config.prefix_cache.block_size)
 
 
 def build(

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from typer.testing import CliRunner
 from tests.unit.platform.gateway.apis.test_messages import ask, marked, plain
 from warmkv.cli import app
 from warmkv.config import load
-from warmkv.platform import application
+from warmkv.platform import application, local
 from warmkv.platform import packs as platform_packs
 from warmkv.platform.tenants import chain_root, open_tenant, roots_of
 from warmkv.platform.tenants_file import roots_in_force
 from warmkv.prefixes.roots import Roots
-from warmkv.replicas.block_store.disk import Folder, lock_folder
+from warmkv.replicas.block_store import Identity
+from warmkv.replicas.block_store.disk import DiskTierError, Folder, lock_folder
 from warmkv.replicas.block_store.packs import PackError
 from warmkv.replicas.engines import own
 from warmkv.replicas.engines.interface import Place
@@ -117,7 +119,7 @@ def test_load_says_what_a_replica_would_hold(pack):
 def test_a_pack_that_does_not_fit_is_refused_with_the_reason(pack, tmp_path):
     size = json.loads((pack / "manifest.json").read_text())["bytes"]
     for flags, reason in [
-        (["--set", "prefix_cache.block_size=32"], "/tiny of another kind: block_size is 64, not 32"),
+        (["--set", "prefix_cache.block_size=32"], "its blocks have 64 tokens, not 32 (prefix_cache.block_size)"),
         (
             ["--set", "prefix_cache.memory_bytes=1KB", "--set", "prefix_cache.host.memory_bytes=2KB"],
             f"no tier in memory has room for the pack {pack}: {size:,} bytes are needed in the tier device and 1,000 "
@@ -271,6 +273,32 @@ def test_show_refuses_what_is_no_whole_pack(pack, tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     for command in ("show", "load"):
         assert "its manifest has no roots; build it again" in refused(command, tmp_path)
+
+
+@pytest.mark.parametrize("group", ["", "cluster.groups.small."])
+def test_serve_refuses_a_pack_before_it_starts_ray(pack, tmp_path, monkeypatch, group):
+    monkeypatch.setattr(local, "start_ray", lambda *_: pytest.fail("Ray is started"))
+    cut, gone = (shutil.copytree(pack, tmp_path / name) for name in ("cut", "gone"))
+    file, other = sorted(cut.rglob("*.safetensors"))[0], sorted(gone.rglob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-1])
+    other.unlink()
+    for folder, salt, reason in (
+        (pack, "another", "it was built with another WARMKV_SALT"),
+        (tmp_path / "none", "secret", "has no manifest"),
+        (cut, "secret", "can be read"),
+        (gone, "secret", "can be read"),
+    ):
+        flags = ["--port", "0", "--set", f"{group}prefix_cache.packs=[{folder}]"]
+        result = CliRunner().invoke(app, ["serve", *flags], env={"WARMKV_SALT": salt})
+        assert result.exit_code == 1
+        assert str(folder) in result.stderr
+        assert reason in result.stderr
+
+
+def test_an_identity_of_another_block_size_is_told_without_the_name_twice(pack):
+    identity = Identity(**json.loads((pack / "manifest.json").read_text())["identity"])
+    with pytest.raises(DiskTierError, match=r"holds KV of \w+ \S+ of another kind: block_size is 64, not 32$"):
+        Folder(pack, replace(identity, block_size=32), "model").check()
 
 
 def parts_of(folder: Path) -> list[str]:

@@ -84,7 +84,7 @@ def load(
 
     Example: `warmkv packs load packs/handbook`
     """
-    from warmkv.platform.packs import check_readable
+    from warmkv.platform.packs import check_packs
     from warmkv.platform.tenants import secret_of_environment
     from warmkv.replicas.engine.engine import Engine
     from warmkv.replicas.loading.load import load_model
@@ -93,7 +93,7 @@ def load(
     none = type(settings.prefix_cache.disk)()  # a running replica may hold its folder
     cache = settings.prefix_cache.model_copy(update={"packs": tuple(paths), "disk": none})
     with _asked_wrongly():
-        check_readable(paths, settings, secret_of_environment())
+        check_packs(paths, settings, secret_of_environment())
         engine = Engine(load_model(settings.model), settings.engine, cache, clock=lambda: 0.0)
     held = ", ".join(f"{size} bytes in the tier {tier}" for tier, size in engine.store.tier_bytes.items() if size)
     print(f"{len(engine.store)} blocks, {held}")

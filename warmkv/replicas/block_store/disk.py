@@ -206,22 +206,7 @@ class Folder:
 
     def scan(self) -> Iterator[Header | Path]:
         """Yield the headers of all blocks in no order, and the paths of files that look like one but are not."""
-        for path in self.path.glob(f"??/*{SUFFIX}"):
-            try:
-                with path.open("rb") as file:
-                    length = int.from_bytes(file.read(8), "little")
-                    if length > FILE_BYTES:
-                        raise ValueError("its header is too long")
-                    text = file.read(length)
-                    size = os.fstat(file.fileno()).st_size - 8 - length
-                header, _ = _metadata(text)
-                if path.name != header.key + SUFFIX or size != _data_bytes(text):
-                    raise ValueError("it is cut short, or renamed")
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning("%s is no block and is skipped: %s", path, error)
-                yield path
-            else:
-                yield header
+        return scan_blocks(self.path)
 
 
 def lock_folder(path: Path) -> int | None:
@@ -234,6 +219,26 @@ def lock_folder(path: Path) -> int | None:
         os.close(lock)
         return None
     return lock
+
+
+def scan_blocks(folder: Path) -> Iterator[Header | Path]:
+    """Yield the headers of all blocks in no order, and the paths of files that look like one but are not."""
+    for path in folder.glob(f"??/*{SUFFIX}"):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > FILE_BYTES:
+                    raise ValueError("its header is too long")
+                text = file.read(length)
+                size = os.fstat(file.fileno()).st_size - 8 - length
+            header, _ = _metadata(text)
+            if path.name != header.key + SUFFIX or size != _data_bytes(text):
+                raise ValueError("it is cut short, or renamed")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s is no block and is skipped: %s", path, error)
+            yield path
+        else:
+            yield header
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from warmkv.faults import UserError
 from warmkv.policies.prefix_tree.radix import RadixTree
 from warmkv.prefixes.roots import Roots
-from warmkv.replicas.block_store.disk import BlockFileError, DiskTierError, Folder, Header, block, read_manifest
+from warmkv.replicas.block_store.disk import (
+    BlockFileError,
+    DiskTierError,
+    Folder,
+    Header,
+    block,
+    read_manifest,
+    scan_blocks,
+)
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.identity import Identity
 from warmkv.replicas.block_store.tiers import TierStorage
@@ -44,6 +52,25 @@ def check_roots(path: Path, roots: Roots) -> None:
         raise PackError(f"pack {path}: no request could read it: {why}")
 
 
+def check_files(path: Path, block_size: int) -> None:
+    """Raise PackError unless all blocks are there and of this size. Without the model, and without reading tensors."""
+    manifest = pack_manifest(path)
+    if (size := manifest["identity"]["block_size"]) != block_size:
+        raise PackError(f"pack {path}: its blocks have {size} tokens, not {block_size} (prefix_cache.block_size)")
+    try:
+        _headers(path, manifest)
+    except DiskTierError as error:
+        raise PackError(f"the pack is damaged: {error}") from None
+
+
+def _headers(path: Path, manifest: Mapping[str, Any]) -> list[Header]:
+    """Return the headers of all blocks. Raises DiskTierError if there are not as many as the manifest says."""
+    headers = [found for found in scan_blocks(path) if isinstance(found, Header)]
+    if len(headers) != manifest.get("blocks"):
+        raise DiskTierError(f"{path} should have {manifest.get('blocks')} blocks, {len(headers)} can be read")
+    return headers
+
+
 def read(path: Path, identity: Identity) -> list[tuple[Packed, Header]]:
     """Read all blocks of a pack, each behind the one before it.
 
@@ -52,10 +79,7 @@ def read(path: Path, identity: Identity) -> list[tuple[Packed, Header]]:
     folder = Folder(path, identity, "model")
     try:
         manifest = folder.check()
-        headers = [found for found in folder.scan() if isinstance(found, Header)]
-        if len(headers) != manifest.get("blocks"):
-            raise DiskTierError(f"{path} should have {manifest.get('blocks')} blocks, {len(headers)} can be read")
-        headers.sort(key=lambda header: header.end)
+        headers = sorted(_headers(path, manifest), key=lambda header: header.end)
         return [folder.read(bytes.fromhex(header.key)) for header in headers]
     except (DiskTierError, BlockFileError) as error:
         raise PackError(f"the pack does not fit or is damaged: {error}") from None
