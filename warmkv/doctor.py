@@ -76,6 +76,7 @@ def _examine_settings(config: Config, metrics_port: int) -> Iterator[DoctorFindi
     from warmkv.platform.listening import check_listening
     from warmkv.platform.live_config_store import store_of
     from warmkv.platform.local import check_access_log, check_metrics_port, with_port
+    from warmkv.platform.tenants import warn_of_salt
     from warmkv.platform.tenants_file import Tenants
 
     gateway, log, folder = config.gateway, config.gateway.access_log, config.control.path
@@ -114,6 +115,8 @@ def _examine_settings(config: Config, metrics_port: int) -> Iterator[DoctorFindi
         yield _look("access log", "gateway.access_log", access_log)
     if folder is not None:
         yield _look("versions", "control.path", versions)
+    if warning := warn_of_salt(config):
+        yield DoctorFinding("salt", "missing", warning)
     yield from _examine_packs(config)
 
 

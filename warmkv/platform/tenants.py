@@ -65,6 +65,17 @@ def secret_of_environment() -> bytes:
     return os.environ.get(SALT_ENV, "").encode()
 
 
+def warn_of_salt(config: Config) -> str:
+    """Return a warning where blocks on disk would not be found after a restart; empty if all is well."""
+    kept = any(group.prefix_cache.enabled and group.prefix_cache.disk.path for group in config.groups().values())
+    if not kept or secret_of_environment():
+        return ""
+    return (
+        f"{SALT_ENV} is not set, so hashes are salted anew at every start: no block of the disk tier "
+        "(prefix_cache.disk.path) is found after a restart"
+    )
+
+
 def chain_root(salt: bytes, config: Config) -> bytes:
     """Return the root of a tenant's block hashes under a configuration.
 
