@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import secrets
 import socket
 import sys
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -187,7 +188,28 @@ def start_document(document: dict[str, Any]) -> None:
         except RuntimeError as error:
             status = serve.status().applications.get(name)
             reasons = [one.message for one in status.deployments.values() if one.message] if status else []
-            raise StartError("\n".join([str(error), *reasons])) from None
+            raise StartError(told_start(str(error), reasons)) from None
+
+
+def told_start(failure: str, reasons: Sequence[str]) -> str:
+    """Return why Serve could not start an application, without tracebacks where users can mend it."""
+    mendable = [why for reason in reasons if (why := _user_error(reason))]
+    if reasons and len(mendable) == len(reasons):
+        return "a replica cannot start: " + "; ".join(dict.fromkeys(mendable))
+    return "\n".join([failure, *reasons])
+
+
+def _user_error(reason: str) -> str:
+    """Return the message of a UserError at the end of a traceback; empty for anything else."""
+    found = re.fullmatch(r"(warmkv[\w.]*)\.(\w+): (.+)", (reason.strip().splitlines() or [""])[-1])
+    if found is None:
+        return ""
+    module, name, message = found.groups()
+    try:
+        raised = getattr(import_module(module), name, None)
+    except ImportError:  # a class within a class
+        return ""
+    return message if isinstance(raised, type) and issubclass(raised, UserError) else ""
 
 
 def memory_plans(config: Config, seconds: float) -> list[str]:
