@@ -142,20 +142,13 @@ def _staged(out: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def check_engine(config: Config) -> None:
-    """Raise ConfigError for an engine that does not read packs."""
-    if (kind := config.engine.kind) != "warmkv":
-        raise ConfigError(f"engine.kind is {kind}: packs are for warmkv's own engine")
-
-
 def check_packs(paths: Sequence[Path], config: Config, secret: bytes) -> None:
     """Raise PackError for packs that are not whole, or that no tenant could read under these settings and this secret.
 
-    Raises ConfigError where the tenants file cannot be read, or replicas read no packs.
+    Raises ConfigError where the tenants file cannot be read, or replicas load no packs.
     """
     if not config.prefix_cache.enabled:
         raise ConfigError("prefix_cache.enabled is false: replicas load no packs")
-    check_engine(config)
     roots = roots_in_force(config, secret)
     for path in paths:
         check_roots(path, roots)
@@ -173,9 +166,8 @@ def build(
 ) -> Built:
     """Compute the prefixes for the tenants of these names and write them to the folder `out`, or leave nothing there.
 
-    Raises PackError, ApiError (the template refuses), ConfigError, or OSError.
+    Raises PackError, ApiError (the template refuses), or OSError.
     """
-    check_engine(config)
     if not all(name.strip() for name in names):
         raise PackError("the name of a tenant, or its API key, is empty")
     try:

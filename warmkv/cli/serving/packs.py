@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 
 from warmkv.cli.command import add_command, fail, no_standard_output
 from warmkv.cli.options import JsonOptions, SettingsOptions
-from warmkv.config import ConfigError
+from warmkv.config import Config, ConfigError
 from warmkv.terminal import console, errors
 
 app = typer.Typer(no_args_is_help=True, help="Knowledge packs: prefixes computed once, which replicas keep for good.")
@@ -23,6 +24,11 @@ def _secret() -> bytes:
     if secret := secret_of_environment():
         return secret
     raise ConfigError(f"{SALT_ENV} is not set: without the service's salt nobody would find the pack")
+
+
+def _serving(options: SettingsOptions, paths: Sequence[Path]) -> Config:
+    """Return the settings of a service with these packs. Raises ConfigError, also for an engine that has none."""
+    return options.read(f"prefix_cache.packs={json.dumps([str(path) for path in paths])}")
 
 
 @contextmanager
@@ -59,7 +65,7 @@ def build(
     """
     from warmkv.platform import packs
 
-    settings = options.read()
+    settings = _serving(options, [out])
     secret = _secret()
     with _asked_wrongly():
         built = packs.build(
@@ -89,9 +95,9 @@ def load(
     from warmkv.replicas.engine.engine import Engine
     from warmkv.replicas.loading.load import load_model
 
-    settings = options.read()
+    settings = _serving(options, paths)
     none = type(settings.prefix_cache.disk)()  # a running replica may hold its folder
-    cache = settings.prefix_cache.model_copy(update={"packs": tuple(paths), "disk": none})
+    cache = settings.prefix_cache.model_copy(update={"disk": none})
     with _asked_wrongly():
         check_packs(paths, settings, secret_of_environment())
         engine = Engine(load_model(settings.model), settings.engine, cache, clock=lambda: 0.0)
