@@ -76,6 +76,7 @@ def _examine_settings(config: Config, metrics_port: int) -> Iterator[DoctorFindi
     from warmkv.platform.listening import check_listening
     from warmkv.platform.live_config_store import store_of
     from warmkv.platform.local import check_access_log, check_metrics_port, with_port
+    from warmkv.platform.tenants import warn_of_salt
     from warmkv.platform.tenants_file import Tenants
 
     gateway, log, folder = config.gateway, config.gateway.access_log, config.control.path
@@ -114,6 +115,25 @@ def _examine_settings(config: Config, metrics_port: int) -> Iterator[DoctorFindi
         yield _look("access log", "gateway.access_log", access_log)
     if folder is not None:
         yield _look("versions", "control.path", versions)
+    if warning := warn_of_salt(config):
+        yield DoctorFinding("salt", "missing", warning)
+    yield from _examine_packs(config)
+
+
+def _examine_packs(config: Config) -> Iterator[DoctorFinding]:
+    """Look if some tenant can read the packs; the self-check loads them."""
+    from warmkv.platform.packs import check_packs
+    from warmkv.platform.tenants import secret_of_environment
+
+    def readable(paths: tuple[Path, ...]) -> str:
+        check_packs(paths, config, secret_of_environment())
+        return f"{len(paths)} can be read by tenants"
+
+    for name, group in config.groups().items():
+        cache = group.prefix_cache
+        if cache.packs and cache.enabled:
+            what, place = (f"packs of {name}", f"cluster.groups.{name}.") if name else ("packs", "")
+            yield _look(what, f"{place}prefix_cache.packs", partial(readable, cache.packs))
 
 
 def _look(what: str, setting: str, look: Callable[[], str]) -> DoctorFinding:

@@ -21,7 +21,7 @@ STEP_SECONDS = 0.02  # of a model that decodes 50 tokens/s in every stream
 class ScriptedReplica:
     """Answers every request with its limit of tokens, a token of each a step."""
 
-    def __init__(self, settings: dict[str, Any], directory: Sequence[Any], group: str) -> None:
+    def __init__(self, settings: dict[str, Any], directory: Sequence[Any], group: str, roots: object) -> None:
         from ray import serve
 
         self._name = serve.get_replica_context().replica_id.unique_id

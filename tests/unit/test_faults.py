@@ -103,6 +103,11 @@ def test_a_setting_with_brackets_is_told_as_it_is_written(run):
     assert "engine.kv_bytes: write auto, or bytes as in 40GiB, 512MiB or 1000000; got '[/bold]'" in said
 
 
+def test_a_fault_of_the_whole_configuration_is_told_without_another_head(run):
+    code, said = run("config", "show", "--set", "cluster.groups.a.engine.max_slots=-1")
+    assert (code, said.startswith("configuration: cluster.groups.a.engine.max_slots: ")) == (2, True), said
+
+
 def test_a_users_mistake_that_no_command_expects_is_told_without_a_traceback(run, monkeypatch):
     def fail(*args):
         raise ConfigError("write it so")

@@ -60,7 +60,8 @@ def describe(
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             line = f"{dotted}: unknown key; {hint}"
         else:
-            line = f"{dotted or 'configuration'}: {fault['msg'].removeprefix('Value error, ')}"
+            said = fault["msg"].removeprefix("Value error, ")  # of the whole: it names its settings itself
+            line = f"{dotted}: {said}" if dotted else said
         source = origin(fault["loc"])
         lines.append(f"{line} ({source})" if source else line)
     return lines

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from typing import Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from warmkv.config import ClusterConfig, Config, parse
+from warmkv.config import ClusterConfig, Config, ConfigError, parse
 from warmkv.platform.control import start_control
 from warmkv.platform.document import NOT_ON_THE_HEAD
 from warmkv.platform.gateway.deployment import Gateway
@@ -18,7 +17,8 @@ from warmkv.platform.listening import check_listening
 from warmkv.platform.named_actors import replicas_name
 from warmkv.platform.named_router import NamedRouter
 from warmkv.platform.prefix_directory import start_directory
-from warmkv.platform.tenants import SALT_ENV
+from warmkv.platform.tenants import roots_of, secret_of_environment
+from warmkv.platform.tenants_file import roots_in_force
 from warmkv.platform.whatif.actor import start_whatif
 from warmkv.replicas.deployment import Replica
 
@@ -44,7 +44,12 @@ def assembled(
     """Build the application with any parts: races put others there."""
     config = parse(args)
     check_listening(config.gateway)
-    secret = os.environ.get(SALT_ENV, "").encode() or secrets.token_bytes(32)
+    configured = secret_of_environment()
+    secret = configured or secrets.token_bytes(32)
+    try:
+        roots = roots_in_force(config, configured)
+    except ConfigError:  # its tenants file may be where gateways run, and only there
+        roots = roots_of(config, configured, ())
     directory = start_directory(config.cluster.application, config.directory)
     cluster = config.cluster
     start_control(cluster.application, config.control)
@@ -63,7 +68,7 @@ def assembled(
             graceful_shutdown_timeout_s=cluster.drain_seconds + cluster.handover_seconds,
             **health,
             request_router_config=router,
-        ).bind(args, directory, name)
+        ).bind(args, directory, name, roots)
 
     replicas = {name: deployed(name, group) for name, group in config.groups().items()}
     ingress = serve.deployment(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import secrets
 import socket
 import sys
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -24,6 +25,7 @@ from warmkv.faults import UserError
 from warmkv.platform.document import serve_document
 from warmkv.platform.listening import check_listening
 from warmkv.platform.operator_key import with_operator
+from warmkv.platform.tenants import secret_of_environment
 from warmkv.platform.tenants_file import Tenants
 from warmkv.replicas.loading.adapters import check_adapter
 from warmkv.replicas.loading.tokenizer import model_path
@@ -186,7 +188,28 @@ def start_document(document: dict[str, Any]) -> None:
         except RuntimeError as error:
             status = serve.status().applications.get(name)
             reasons = [one.message for one in status.deployments.values() if one.message] if status else []
-            raise StartError("\n".join([str(error), *reasons])) from None
+            raise StartError(told_start(str(error), reasons)) from None
+
+
+def told_start(failure: str, reasons: Sequence[str]) -> str:
+    """Return why Serve could not start an application, without tracebacks where users can mend it."""
+    mendable = [why for reason in reasons if (why := _user_error(reason))]
+    if reasons and len(mendable) == len(reasons):
+        return "a replica cannot start: " + "; ".join(dict.fromkeys(mendable))
+    return "\n".join([failure, *reasons])
+
+
+def _user_error(reason: str) -> str:
+    """Return the message of a UserError at the end of a traceback; empty for anything else."""
+    found = re.fullmatch(r"(warmkv[\w.]*)\.(\w+): (.+)", (reason.strip().splitlines() or [""])[-1])
+    if found is None:
+        return ""
+    module, name, message = found.groups()
+    try:
+        raised = getattr(import_module(module), name, None)
+    except ImportError:  # a class within a class
+        return ""
+    return message if isinstance(raised, type) and issubclass(raised, UserError) else ""
 
 
 def memory_plans(config: Config, seconds: float) -> list[str]:
@@ -246,11 +269,17 @@ def running(
     """Run the service on a local Ray of its own and stop it at the end. `say` is told how the start goes on.
 
     Raises OSError where a port is taken, the model folder missing or the log not writable, ConfigError where it
-    would be open to other machines or the tenants file cannot be taken, StartError where a replica cannot start.
+    would be open to other machines or the tenants file cannot be taken, PackError for a pack that cannot be used,
+    StartError where a replica cannot start.
     """
     check_listening(config.gateway)
     Tenants(config.gateway, b"", lambda outcome: None)  # whose faults would come from a gateway otherwise, much later
     check_model(config.model)
+    for group in config.groups().values():
+        if group.prefix_cache.enabled and group.prefix_cache.packs:
+            from warmkv.platform.packs import check_packs
+
+            check_packs(group.prefix_cache.packs, group, secret_of_environment())
     if config.gateway.access_log:
         check_access_log(config.gateway.access_log)
     config = with_port(config)

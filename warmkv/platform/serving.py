@@ -14,7 +14,9 @@ from rich.text import Text
 from warmkv.config import Config, ConfigError
 from warmkv.platform.local import memory_plans, metrics_addresses, running
 from warmkv.platform.operator_key import kept
+from warmkv.platform.tenants import warn_of_salt
 from warmkv.prefixes.index import HEARTBEAT_SECONDS
+from warmkv.terminal import errors
 
 
 def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0) -> None:
@@ -23,6 +25,8 @@ def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0)
     Raises OSError where a port is taken or the model folder is missing, ConfigError where the service would be open
     to other machines, StartError where a replica cannot start.
     """
+    if warning := warn_of_salt(config):
+        errors.print(warning, style="yellow")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until it serves, both interrupt the start
     with ExitStack() as stack:

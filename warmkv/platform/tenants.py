@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from warmkv.config import (
 )
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.prefixes import hashing
+from warmkv.prefixes.roots import Roots
 
 SALT_ENV = "WARMKV_SALT"  # variable with the secret that salts the hashes of prefixes
 ALL_RIGHTS: frozenset[Right] = frozenset(get_args(Right))
@@ -58,10 +60,37 @@ class Keyring:
     open: GatewayConfig | None  # where no tenants are configured: any other key is a tenant of its own
 
 
+def secret_of_environment() -> bytes:
+    """Return the secret that salts hashes; empty where it is not set."""
+    return os.environ.get(SALT_ENV, "").encode()
+
+
+def warn_of_salt(config: Config) -> str:
+    """Return a warning where blocks on disk would not be found after a restart; empty if all is well."""
+    kept = any(group.prefix_cache.enabled and group.prefix_cache.disk.path for group in config.groups().values())
+    if not kept or secret_of_environment():
+        return ""
+    return (
+        f"{SALT_ENV} is not set, so hashes are salted anew at every start: no block of the disk tier "
+        "(prefix_cache.disk.path) is found after a restart"
+    )
+
+
 def chain_root(salt: bytes, config: Config) -> bytes:
-    """Return the root of a tenant's block hashes under a configuration."""
+    """Return the root of a tenant's block hashes under a configuration.
+
+    It covers the model's name, not its path, so that a folder may lie elsewhere on another machine. Other weights of
+    the same name are told apart by the fingerprint in `block_store.Identity`, which packs, files and transfers carry.
+    """
     model, size = config.model, config.prefix_cache.block_size
-    return hashing.chain_root(salt, model.path, model.revision or "", model.dtype, str(size))
+    return hashing.chain_root(salt, model.name, model.revision or "", model.dtype, str(size))
+
+
+def roots_of(config: Config, secret: bytes, tenants: Sequence[str] | None) -> Roots:
+    """Return what `chain_root` is derived from for tenants of these names; None: for API keys."""
+    salt = hashing.tenant_salt(secret, "roots").hex() if secret else ""
+    model, names = config.model, None if tenants is None else tuple(tenants)
+    return Roots(salt, model.name, model.revision or "", model.dtype, names)
 
 
 def make_keyring(

@@ -23,7 +23,8 @@ from warmkv.config import (
     describe,
     strict_yaml,
 )
-from warmkv.platform.tenants import Keyring, Tenant, make_keyring, make_tenant, open_tenant
+from warmkv.platform.tenants import Keyring, Tenant, make_keyring, make_tenant, open_tenant, roots_of
+from warmkv.prefixes.roots import Roots
 
 log = logging.getLogger("ray.serve")
 
@@ -145,15 +146,31 @@ def find_tenant(name: str, config: Config, secret: bytes) -> Tenant:
     gateway = config.gateway
     if gateway.is_open:
         return open_tenant(name, gateway, secret)
-    tenants = gateway.tenants
-    if path := gateway.tenants_file:
-        try:
-            tenants += parse_tenants(path.read_bytes()).tenants
-        except OSError as error:
-            raise ConfigError(f"{path} (gateway.tenants_file): it cannot be read: {error.strerror}") from None
-        except ConfigError as error:
-            raise ConfigError(f"{path} (gateway.tenants_file): {error}") from None
+    tenants = _configured(gateway)
     for tenant in tenants:
         if tenant.name == name:
             return make_tenant(tenant, gateway, secret)
     raise LookupError(f"no tenant is called {name!r}; gateway.tenants has {', '.join(one.name for one in tenants)}")
+
+
+def roots_in_force(config: Config, secret: bytes) -> Roots:
+    """Return the roots under which the configured tenants ask.
+
+    Raises ConfigError where the tenants file cannot be read.
+    """
+    gateway = config.gateway
+    names = None if gateway.is_open else [tenant.name for tenant in _configured(gateway)]
+    return roots_of(config, secret, names)
+
+
+def _configured(gateway: GatewayConfig) -> tuple[TenantConfig, ...]:
+    """Return the tenants of the settings and of the tenants file."""
+    path = gateway.tenants_file
+    if path is None:
+        return gateway.tenants
+    try:
+        return (*gateway.tenants, *parse_tenants(path.read_bytes()).tenants)
+    except OSError as error:
+        raise ConfigError(f"{path} (gateway.tenants_file): it cannot be read: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path} (gateway.tenants_file): {error}") from None

@@ -18,6 +18,7 @@ from warmkv.config import Config, parse
 from warmkv.policies.contents import Contents
 from warmkv.policies.transfer import TransferTerms
 from warmkv.prefixes.index import Shard
+from warmkv.prefixes.roots import Roots
 from warmkv.replicas import device_memory, metrics
 from warmkv.replicas.answers import Answers
 from warmkv.replicas.background import Background
@@ -37,10 +38,12 @@ class Replica:
     """Runs an engine with the model and reports its blocks to the prefix directory.
 
     `directory` has the actor handles of the directory, one for each shard; their `publish` takes the reports.
-    `group` is the one of `cluster.groups` that it is of.
+    `group` is the one of `cluster.groups` that it is of; `roots` are those of the requests it will get, if known.
     """
 
-    def __init__(self, settings: dict[str, Any], directory: Sequence[Any], group: str = "") -> None:
+    def __init__(
+        self, settings: dict[str, Any], directory: Sequence[Any], group: str = "", roots: Roots | None = None
+    ) -> None:
         from ray import get_runtime_context, serve
 
         logs.forward("ray.serve")
@@ -65,7 +68,7 @@ class Replica:
         ]
         tokenizer = load_tokenizer(config.model)
         node = self._place["node"]
-        place = Place(self._name, threads, device_memory.share_here(config, whole.most_replicas, node))
+        place = Place(self._name, threads, device_memory.share_here(config, whole.most_replicas, node), roots)
         parts = build_engine(config, tokenizer, place, self._tell, say)
         self._engine, self._memory = parts.engine, parts.memory
         self._recorder = recorders.RayRecorder(*telemetry.REPLICA, *telemetry.TRANSFER)

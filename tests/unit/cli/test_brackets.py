@@ -58,6 +58,7 @@ def call(*arguments):
         ["k8s", "drain", "-c", NAME],
         ["packs", "build", "x", "--tenant", "a", "-c", NAME],
         ["packs", "load", NAME],
+        ["packs", "show", NAME],
         ["docs", f"/nowhere/{NAME}"],
     ],
     ids=lambda arguments: " ".join(map(str, arguments[:2])),

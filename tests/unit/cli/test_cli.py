@@ -30,7 +30,7 @@ def run(*args: str, input_: str | None = None, environ: dict[str, str] | None = 
     [
         *(["serve"], ["demo"], ["replay"], ["workload"], ["eval"], ["bench"], ["profile"], ["hash-key"]),
         *(["sweep"], ["compare"], ["tune"], ["doctor"]),
-        *(["config", "show"], ["dashboards", "publish"], ["packs", "build"], ["packs", "load"]),
+        *(["config", "show"], ["dashboards", "publish"], ["packs", "build"], ["packs", "load"], ["packs", "show"]),
         *(["policy", "show"], ["policy", "set"], ["policy", "rollback"], ["policy", "history"], ["policy", "methods"]),
     ],
     ids=" ".join,

@@ -14,11 +14,18 @@ from typer.testing import CliRunner
 from warmkv.cli import app
 from warmkv.config import load
 from warmkv.extras import EXTRAS
+from warmkv.platform import serving
+from warmkv.platform.local import StartError
 from warmkv.platform.tenants import hash_key
 from warmkv.replicas.block_store import Identity, disk
 from warmkv.replicas.loading.load import load_model
 
 FREE_PORT = "gateway.port=0"
+
+
+@pytest.fixture(autouse=True)
+def salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMKV_SALT", "secret")
 
 
 def run(*settings: str, metrics_port: int = 0) -> Result:
@@ -115,6 +122,43 @@ def test_it_leaves_the_blocks_of_a_disk_tier_alone(tmp_path: Path):
     _, found = doctor(*settings)
     assert found["disk tier"] == ("ok", f"{folder.path} can be written")
     assert block.read_bytes() == b"cut short"
+
+
+def test_it_tells_packs_that_no_request_could_read(tmp_path: Path, monkeypatch):
+    (tmp_path / "text").write_text("The handbook says that every block has a name. " * 40)
+    built = ["packs", "build", f"{tmp_path}/pack", "--tenant", "a key", "--system", f"{tmp_path}/text"]
+    assert CliRunner().invoke(app, built).exit_code == 0
+    pack = f"packs: [{tmp_path}/pack]"
+    code, found = doctor(f"prefix_cache={{{pack}}}")
+    assert (code, found["packs"], found["self-check"][0]) == (0, ("ok", "1 can be read by tenants"), "ok")
+    monkeypatch.setenv("WARMKV_SALT", "another")
+    code, found = doctor(f"cluster.groups.small.prefix_cache={{{pack}}}")
+    assert (code, found["packs of small"][0]) == (1, "failed")
+    assert "it was built with another WARMKV_SALT" in found["packs of small"][1]
+    assert "packs" not in found
+
+
+@pytest.mark.parametrize("place", ["", "cluster.groups.small."])
+def test_a_disk_tier_without_a_salt_is_warned_of(tmp_path: Path, monkeypatch, place):
+    settings = f"{place}prefix_cache.disk={{memory_bytes: 1MiB, path: {tmp_path}/blocks}}"
+    says = "WARMKV_SALT is not set, so hashes are salted anew at every start"
+
+    def stop(*_: object, **__: object) -> None:
+        raise StartError("this far")
+
+    def serve(*flags: str) -> str:
+        result = CliRunner().invoke(app, ["serve", *flags])
+        assert "this far" in result.stderr
+        return result.stderr.replace("\n", " ")
+
+    monkeypatch.setattr(serving, "running", stop)
+    assert "salt" not in doctor(settings)[1]
+    assert says not in serve("--set", settings)
+    monkeypatch.delenv("WARMKV_SALT")
+    code, found = doctor(settings)
+    assert (code, found["salt"][0], found["salt"][1].startswith(says)) == (0, "missing", True)
+    assert says in serve("--set", settings)
+    assert says not in serve()
 
 
 def test_it_finds_ports_that_are_taken():

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
 from warmkv.config import ModelConfig
-from warmkv.platform.local import check_model
+from warmkv.platform.local import check_model, told_start
+from warmkv.replicas.block_store.packs import PackError
+from warmkv.replicas.protocol import EngineError
 
 START = """
 from warmkv.config import Config
@@ -32,6 +35,26 @@ def test_a_ray_that_does_not_start_is_one_error_with_the_place_of_its_logs(tmp_p
     told = subprocess.run([sys.executable, "-c", START], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout.startswith("Ray did not start: ")
     assert told.stdout.strip().endswith(f"its logs are in {no_folder}/ray/session_latest/logs")
+
+
+def traceback_of(error: Exception) -> str:
+    """Return a failed start as Serve tells it."""
+    try:
+        raise error
+    except type(error):
+        return f"The deployment failed to start 3 times in a row.\n{traceback.format_exc()}"
+
+
+def test_a_start_that_users_can_mend_is_told_without_tracebacks() -> None:
+    pack = traceback_of(PackError("pack p: no room"))
+    assert told_start("Deploying failed.", [pack, pack]) == "a replica cannot start: pack p: no room"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no idea"), EngineError("no idea"), PackError("two\nlines")])
+def test_a_start_that_fails_otherwise_is_told_whole(error: Exception) -> None:
+    for reasons in ([traceback_of(error)], [traceback_of(PackError("pack p: no room")), traceback_of(error)]):
+        assert told_start("Deploying failed.", reasons) == "\n".join(["Deploying failed.", *reasons])
+    assert told_start("Deploying failed.", []) == "Deploying failed."
 
 
 def test_a_name_that_the_hub_does_not_have_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,31 +143,22 @@ class Folder:
 
     def check(self) -> dict[str, Any]:
         """Return its manifest. Raises DiskTierError if it cannot be read or belongs to other KV."""
-        try:
-            found = json.loads((self.path / MANIFEST).read_bytes())
-        except (OSError, ValueError) as error:
-            raise DiskTierError(f"{self.path} has no manifest that can be read: {error}") from None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise DiskTierError(f"{self.path} is not of format {FORMAT}")
-        identity = found.get("identity")
-        if unlike := self.identity.differs(identity):
+        found = read_manifest(self.path)
+        identity, own = found.get("identity"), self.identity
+        if unlike := own.differs(identity):
             named = identity.get("model") if isinstance(identity, dict) else "an unknown model"
-            raise DiskTierError(f"{self.path} holds KV of {named}, not of {self.identity.model}: {unlike}")
+            whose = f"of {own.model} of another kind" if named == own.model else f"of {named}, not of {own.model}"
+            raise DiskTierError(f"{self.path} holds KV {whose}: {unlike}")
         if found.get("storage") != self.storage:
             raise DiskTierError(f"{self.path} is kept as {found.get('storage')!r}, not as {self.storage!r}")
         return found
 
     def claim(self) -> bool:
         """Take the folder for this process, until it ends; False if another one has it. Raises OSError."""
-        self.path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
-        lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            return False
-        self._lock = lock
-        return True
+        lock = lock_folder(self.path)
+        if lock is not None:
+            self._lock = lock
+        return lock is not None
 
     def release(self) -> None:
         if self._lock is not None:
@@ -215,22 +206,50 @@ class Folder:
 
     def scan(self) -> Iterator[Header | Path]:
         """Yield the headers of all blocks in no order, and the paths of files that look like one but are not."""
-        for path in self.path.glob(f"??/*{SUFFIX}"):
-            try:
-                with path.open("rb") as file:
-                    length = int.from_bytes(file.read(8), "little")
-                    if length > FILE_BYTES:
-                        raise ValueError("its header is too long")
-                    text = file.read(length)
-                    size = os.fstat(file.fileno()).st_size - 8 - length
-                header, _ = _metadata(text)
-                if path.name != header.key + SUFFIX or size != _data_bytes(text):
-                    raise ValueError("it is cut short, or renamed")
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning("%s is no block and is skipped: %s", path, error)
-                yield path
-            else:
-                yield header
+        return scan_blocks(self.path)
+
+
+def lock_folder(path: Path) -> int | None:
+    """Make a folder and lock it, until the descriptor is closed; None if another process has it. Raises OSError."""
+    path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def scan_blocks(folder: Path) -> Iterator[Header | Path]:
+    """Yield the headers of all blocks in no order, and the paths of files that look like one but are not."""
+    for path in folder.glob(f"??/*{SUFFIX}"):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > FILE_BYTES:
+                    raise ValueError("its header is too long")
+                text = file.read(length)
+                size = os.fstat(file.fileno()).st_size - 8 - length
+            header, _ = _metadata(text)
+            if path.name != header.key + SUFFIX or size != _data_bytes(text):
+                raise ValueError("it is cut short, or renamed")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s is no block and is skipped: %s", path, error)
+            yield path
+        else:
+            yield header
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a folder. Raises DiskTierError if there is none that can be read."""
+    try:
+        found = json.loads((path / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DiskTierError(f"{path} has no manifest that can be read: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise DiskTierError(f"{path} is not of format {FORMAT}")
+    return found
 
 
 def claim(path: Path, identity: Identity, storage: BlockStorage) -> Folder:

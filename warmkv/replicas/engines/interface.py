@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 from warmkv import recorders
 from warmkv.policies.contents import Contents
 from warmkv.policies.transfer import TransferTerms
+from warmkv.prefixes.roots import Roots
 from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.engine.scheduler import Emit
 from warmkv.replicas.engine.stats import EngineStats
@@ -111,11 +112,15 @@ class Moving(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine runs: in the replica of that name, with so many threads and a share of the device's memory."""
+    """Where an engine runs: in the replica of that name, with so many threads and a share of the device's memory.
+
+    `roots` are those of the requests it will get; None: unknown.
+    """
 
     replica: str
     threads: int
     share: float
+    roots: Roots | None = None
 
 
 @dataclass(frozen=True, slots=True)

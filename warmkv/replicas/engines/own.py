@@ -9,6 +9,7 @@ from typing import Any
 
 from warmkv.config import Config
 from warmkv.replicas import device_memory
+from warmkv.replicas.block_store.packs import check_roots
 from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.engine import batch_invariant
 from warmkv.replicas.engine.engine import Engine
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: Callable[[str], None]) -> Parts:
     """Load the model, plan its memory and try the engine; raise where one of them fails. `say` is told what is next."""
+    if place.roots is not None and config.prefix_cache.enabled:
+        for path in config.prefix_cache.packs:  # before the model is loaded
+            check_roots(path, place.roots)
     device_memory.check_before_loading(config, place.share)
     model = load_model(config.model)
     memory = device_memory.plan_replica(model, config.engine, config.prefix_cache, place.share)
