@@ -168,8 +168,6 @@ def build(
 
     Raises PackError, ApiError (the template refuses), or OSError.
     """
-    if not all(name.strip() for name in names):
-        raise PackError("the name of a tenant, or its API key, is empty")
     try:
         tenants = [find_tenant(name, config, secret) for name in dict.fromkeys(names)]
     except LookupError as error:

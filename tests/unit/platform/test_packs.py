@@ -378,5 +378,6 @@ def test_what_cannot_be_built_says_why(tmp_path):
     text.write_text("A short document.")
     short = refused("build", tmp_path / "new", "--tenant", "a", "--document", text)
     assert "before 64 (prefix_cache.min_tokens)" in short.replace("\n", " ")
-    assert "is empty" in refused("build", tmp_path / "new", "--tenant", "", "--document", text)
+    nameless = refused("build", tmp_path / "new", "--tenant", "", "--document", text, "--set", tenants)
+    assert "no tenant is called ''; gateway.tenants has team" in nameless
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]

@@ -49,7 +49,9 @@ def build(
     out: Annotated[Path, typer.Argument(help="Folder to write; it must be empty or new.", callback=no_standard_output)],
     tenant: Annotated[
         list[str],
-        typer.Option(help="Who may read it: a tenant's name, or the API key if none are configured."),
+        typer.Option(
+            help="Who may read it: a tenant's name; if none are configured, an API key, or '' for requests without one."
+        ),
     ],
     system: Annotated[Path | None, typer.Option(help="File with the system prompt, if conversations have one.")] = None,
     document: Annotated[
