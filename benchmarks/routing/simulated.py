@@ -258,7 +258,7 @@ def _ruled_by(rule: str) -> Iterator[None]:
     policies, delay = dict(routing.POLICIES), batching.delay
     if rule in PEERS:
         routing.POLICIES["prefix_cost"] = PEERS[rule]()
-        batching.delay = lambda lacking: 0
+        batching.delay = lambda lacking, step_tokens: 0
     elif rule == BOUND:
         routing.POLICIES["prefix_cost"] = least_work
     try:

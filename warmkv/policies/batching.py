@@ -32,13 +32,14 @@ class WaitingRequest(Protocol):
 Request = TypeVar("Request", bound=WaitingRequest)
 
 
-def delay(lacking: int) -> int:
+def delay(lacking: int, step_tokens: int) -> int:
     """Return the work, in tokens, that may pass a request of whose prompt so many tokens are not warm on arrival.
 
     Shortest remaining processing time first for engines that take priorities (vLLM), for `FairQueue.push`: of PASSES
-    requests of its size. Where more wait than memory holds, those that are warm begin before they are evicted.
+    requests of its size, and at most of as many steps' prompts, for vLLM preempts by priority as well. Where more wait
+    than memory holds, those that are warm begin before they are evicted.
     """
-    return PASSES * lacking
+    return PASSES * min(lacking, step_tokens)
 
 
 def work_per_token(context: int, keys_per_token: float, decoding: int) -> float:

@@ -63,11 +63,18 @@ def check(config: Config, changes: Mapping[str, Any]) -> Config:
             )
         raise ConfigError(f"{dotted}: no choice that a replay can judge; there are {', '.join(LIVE + RESTART)}")
     tried = changed(config, changes)
-    replicas = sum(group.cluster.most_replicas for group in tried.groups().values())
-    for what, count in (("cluster.replicas", replicas), ("cluster.gateways", tried.cluster.gateways)):
-        if count > MOST_REPLICAS:
+    for what, count, present in (
+        ("cluster.replicas", _most_replicas(tried), _most_replicas(config)),
+        ("cluster.gateways", tried.cluster.gateways, config.cluster.gateways),
+    ):
+        if count > max(MOST_REPLICAS, present):
             raise ConfigError(f"{what}: a candidate has at most {MOST_REPLICAS} of them, not {count}")
     return tried
+
+
+def _most_replicas(config: Config) -> int:
+    """Return the most replicas that all groups together may have."""
+    return sum(group.cluster.most_replicas for group in config.groups().values())
 
 
 def proposals(config: Config) -> list[WhatIfCandidate]:

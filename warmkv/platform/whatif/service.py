@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from warmkv.platform.live_config import Version, in_force
 from warmkv.platform.live_config_store import StoreError
 from warmkv.platform.whatif.candidates import BEST, NOW, OperatorCandidates, WhatIfCandidate, check, proposals
 from warmkv.platform.whatif.kept import Memory
-from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round
+from warmkv.platform.whatif.replays import SEARCHED, Basis, Default, Replayed, Round
 from warmkv.platform.whatif.sizes import Held, with_sizes
 from warmkv.platform.whatif.warm_start import BLOCKS, Snapshots
 from warmkv.platform.whatif.window import RequestWindow
@@ -33,7 +34,9 @@ PAUSE_SECONDS = 5.0  # between two looks for something to do
 FRESH_SHARE = 20  # a round is due when one in so many requests of the window is new
 SILENCE_SECONDS = 10.0  # after which what a gateway said of its load counts no more, and no bytes go with its records
 REST_SECONDS = 30.0  # without load before a replay that was stopped begins anew: its start costs seconds of CPU
-STEP_SECONDS = 600.0  # that the replay of one candidate may take
+STEP_SECONDS, SLOWER = 600.0, 10
+"""The replay of a candidate may take so many seconds, or so many times as long as that of the settings in force."""
+
 WAITING_PER_REPLICA = 4  # requests for each replica whose first token is to come: short prompts are computed together
 
 Replay = Callable[[Round], AsyncGenerator[Basis | Replayed]]
@@ -111,7 +114,7 @@ class WhatIf:
 
     async def add(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Add a candidate and return it. Raises ConfigError, TooManyCandidatesError or StoreError."""
-        now, _, _ = await self._in_force()
+        now, _, _, _ = await self._in_force()
         check(now, changes)
         before = self._own.kept()
         added = self._own.add(changes)
@@ -123,6 +126,7 @@ class WhatIf:
         before = self._own.kept()
         self._own.remove(name)
         self._keep_own(before)
+        self._too_slow.pop(name, None)
         self._forget(name)
 
     def _keep_own(self, before: Mapping[str, Mapping[str, Any]]) -> None:
@@ -226,9 +230,10 @@ class WhatIf:
             log.info("what-if: the replicas do not tell what they hold: %s: %s", type(error).__name__, error)
 
     async def _followed(self, work: Round) -> bool:
-        """Keep the results of a round as they come; False if it was stopped.
+        """Keep the results of a round as they come; return False if it was stopped.
 
-        That is when requests wait, when it is of what is no more, and when a candidate takes too long.
+        It is when requests wait for a replica, when an operator removes one of its candidates or the live settings
+        change, and when a candidate takes too long.
         """
         following = asyncio.ensure_future(self._follow(work))
         ends = following, asyncio.ensure_future(self._loaded.wait()), asyncio.ensure_future(self._outdated(work))
@@ -246,49 +251,58 @@ class WhatIf:
     async def _follow(self, work: Round) -> bool:
         """Keep results to the end of a round; False if one of its candidates took too long."""
         found: list[str] = []
-        steps = self._replay(work)
+        steps, patience, began = self._replay(work), math.inf, self._clock()
         try:
             while True:
-                async with asyncio.timeout(STEP_SECONDS) as limit:
+                async with asyncio.timeout(patience if patience < math.inf else None) as limit:
                     step = await anext(steps)
                 if isinstance(step, Basis):
-                    self._basis = step
-                else:
-                    self._keep(step)
-                    found.append(step.candidate.name)
+                    self._basis, began = step, self._clock()
+                    continue
+                self._keep(step)
+                if not found:
+                    patience = max(STEP_SECONDS, SLOWER * (self._clock() - began))
+                found.append(step.candidate.name)
+                if len(found) > len(work.candidates):
+                    patience *= SEARCHED  # the search tells of nothing before its end
         except StopAsyncIteration:
-            if BEST not in found:
-                self._forget(BEST)
-            return True
+            pass
         except TimeoutError:
             if not limit.expired():
                 raise
-            self._give_up(work, len(found) - 1)
-            return False
+            if len(found) <= len(work.candidates):
+                self._give_up(work.candidates[len(found) - 1], patience)
+                return False
         finally:
             await steps.aclose()
+        if BEST not in found:
+            self._forget(BEST)
+        return True
 
-    def _give_up(self, work: Round, at: int) -> None:
-        """Leave a candidate out until the settings change. Raises TimeoutError if it is none that takes so long."""
-        fault = f"its replay was stopped after {STEP_SECONDS:.0f} s"
-        if not 0 <= at < len(work.candidates):
-            raise TimeoutError("the settings in force, or the search: " + fault)
-        candidate = work.candidates[at]
-        self._too_slow[candidate.name] = candidate
-        self._keep(Replayed(candidate, fault=fault))
+    def _give_up(self, candidate: WhatIfCandidate, patience: float) -> None:
+        """Leave a candidate that takes too long out until the settings change."""
+        if candidate.proposed or candidate in self._own.all():
+            self._too_slow[candidate.name] = candidate
+            self._keep(Replayed(candidate, fault=f"its replay was stopped after {patience:.0f} s"))
 
     async def _outdated(self, work: Round) -> None:
-        """Return once an operator's candidate of a round, or the settings that it is of, are no more."""
-        version = self._version
+        """Return once an operator has removed a candidate of a round, or the live settings have changed."""
         asked = {one.name: one.changes for one in work.candidates if not one.proposed}
         while asked.items() <= self._own.kept().items():
             await asyncio.sleep(PAUSE_SECONDS)
-            await self._in_force()
-            if self._version != version:
+            try:
+                _, _, _, number = await self._in_force()
+            except Exception as error:  # the next look may succeed
+                log.info("what-if: the live settings cannot be read: %s: %s", type(error).__name__, error)
+                continue
+            if number != self._version:
                 return
 
     async def _round(self) -> Round:
-        now, defaults, changed = await self._in_force()
+        now, defaults, changed, number = await self._in_force()
+        if number != self._version:
+            self._version = number
+            self._too_slow.clear()
         held = await self._held()
         self._replicas = held.replicas or self._start.first_replicas
         sized = with_sizes(now, held)
@@ -307,8 +321,8 @@ class WhatIf:
             self._settings.quality,
         )
 
-    async def _in_force(self) -> tuple[Config, list[Default], float]:
-        """Return the settings in force, the default policies over time, and since when they are in force."""
+    async def _in_force(self) -> tuple[Config, list[Default], float, int]:
+        """Return the settings in force, default policies over time, the time of the last change, and the version."""
         versions = list(await self._versions())
         defaults, now, changed = [Default(0.0, self._start.compression.policy.label)], self._start, 0.0
         number = 0
@@ -320,10 +334,7 @@ class WhatIf:
             changed = version.when.timestamp() if version.when else 0.0
             defaults.append(Default(changed, now.compression.policy.label))
             number = version.number
-        if number != self._version:
-            self._version = number
-            self._too_slow.clear()
-        return now, defaults, changed
+        return now, defaults, changed, number
 
     # --- results
 

@@ -116,7 +116,7 @@ class PrefixLedger:
         return cache_salt(request.root, self._generations.get(request.root, 0))
 
     def lacking_tokens(self, request: GenerateRequest) -> int:
-        """Return the tokens of a prompt that vLLM would compute now."""
+        """Return the tokens of a prompt behind the leading blocks that may be read now."""
         leading = takewhile(self._published.__contains__, request.hashes)
         return len(request.token_ids) - sum(self._size for _ in leading)
 

@@ -105,6 +105,7 @@ class VllmEngine:
     ) -> None:
         self._llm, self._config, self._model, self.store = llm, config, model, ledger
         self._steps, self._folder, self._name, self._clock = steps, folder, name, clock
+        self._step_tokens = config.tokens_per_step(on_gpu=model.device.type == "cuda")
         self.flush: Callable[[], None] = lambda: None
         self._flushing = False
         self._loop = asyncio.get_running_loop()
@@ -145,7 +146,7 @@ class VllmEngine:
             self._completions.begin(now)
             self._steps.turned = now
         work = len(request.token_ids) + request.sampling.max_tokens
-        delay = batching.delay(self.store.lacking_tokens(request))
+        delay = 0 if request.resume else batching.delay(self.store.lacking_tokens(request), self._step_tokens)
         (tag, _) = self._waiting.push(request, request.tenant, work, delay=delay)
         self._tasks[request.id] = task = asyncio.create_task(self._answer(request, emit, int(tag)))
         task.add_done_callback(partial(self._ended, request))

@@ -150,6 +150,7 @@ class SimulatedReplica:
         self.waiting: FairQueue[Job] = FairQueue()
         self._engine: BatchFormation[Job]
         self._pool: BlockPool[Job] | None = None
+        self._prioritized = one_pool and mixed is not None  # as requests of an engine over vLLM are
         self._kept: KeptWarm | None = None
         if mixed is None:
             self._engine = ShortestFirst(
@@ -192,7 +193,9 @@ class SimulatedReplica:
         delay = 0
         if self._pool is not None:
             job.names = (*self.cache.names(job.blocks), *job.generated)
-            delay = batching.delay(job.prompt - self.cache.resident(job.blocks) * job.block_size)
+        if self._prioritized and not job.resumptions:
+            warm = self.cache.resident(job.blocks) * job.block_size if self.stores else 0
+            delay = batching.delay(job.prompt - warm, self._config.tokens_per_step(on_gpu=False))
         job.tag = self.waiting.push(job, job.tenant, job.prompt + job.allowed, delay=delay)  # fair by tokens
         self._engine.arrived(job, now)
 

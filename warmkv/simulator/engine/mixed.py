@@ -1,9 +1,9 @@
 """A mixed token budget, as vLLM schedules: every step decodes one token of each running sequence and fills the rest of
 `max_num_batched_tokens` with prompts in the order of the queue, whose tags vLLM is told as priorities.
 
-Sequences take KV in blocks as they grow. Where a step finds no free block, the sequence that was admitted last gives
-its blocks back, waits with its tag and computes its tokens anew (preemption by recompute). With several tenants vLLM
-takes the one with the largest tag, which may be another. Nothing is compressed: a sequence keeps the KV of all its
+Sequences take KV in blocks as they grow. Where a step finds no free block, the sequence with the largest tag gives its
+blocks back, waits with its tag and computes its tokens anew (preemption by recompute); where there is none for a chunk
+of a prompt, that prompt does. Nothing is compressed: a sequence keeps the KV of all its
 tokens. With a `BlockPool` prefixes are found in the same blocks.
 """
 
@@ -29,6 +29,10 @@ class MixedRequest(EngineRequest, Protocol):
 
 Request = TypeVar("Request", bound=MixedRequest)
 Work = tuple[int, int, int]  # steps, tokens computed, context read: what `StepCost` charges for
+
+
+def _tag(request: MixedRequest) -> Tag:
+    return request.tag
 
 
 class MixedBudget(BatchFormation[Request]):
@@ -113,7 +117,7 @@ class MixedBudget(BatchFormation[Request]):
         if blocks is not None:
             while not blocks.steps_that_fit(1):
                 blocks.exhaust()
-                self._preempt_last(blocks, now)
+                self._preempt(max(self._running, key=_tag), blocks, now)
                 preempted = True
             blocks.grow(1)
         budget, reading = self._limits.max_batched_tokens - batch.size, 0.0
@@ -122,7 +126,7 @@ class MixedBudget(BatchFormation[Request]):
             chunk = self._compute(self._prefilling, budget, chunks)
             budget -= chunk
             if not chunk and blocks is not None:
-                self._preempt_last(blocks, now)
+                self._preempt(self._prefilling, blocks, now)
                 preempted = True
         while self._queue and budget > 0 and not preempted and self._prefilling is None and self._admissible():
             request = self._queue.pop()
@@ -191,8 +195,8 @@ class MixedBudget(BatchFormation[Request]):
             self._blocks.release(request)
         self._owner.end(request, now)
 
-    def _preempt_last(self, blocks: KVBlocks[Request], now: float) -> None:
-        request, _ = self._running.popitem()
+    def _preempt(self, request: Request, blocks: KVBlocks[Request], now: float) -> None:
+        del self._running[request]
         if request is self._prefilling:
             self._prefilling = None
         else:

@@ -353,7 +353,7 @@ def test_a_prefix_is_touched_by_a_request_of_one_token_that_nobody_is_billed_for
 
 def test_a_prompt_that_is_warm_passes_one_that_is_not(monkeypatch):
     async def scenario() -> None:
-        here = Setup(monkeypatch)
+        here = Setup(monkeypatch, step_tokens=30, max_slots=4)
         monkeypatch.setattr(here.engine.store, "lacking_tokens", lambda request: len(request.token_ids) - warm)
         warm = 0
         here.ask("cold", 40, new=8)
@@ -363,7 +363,7 @@ def test_a_prompt_that_is_warm_passes_one_that_is_not(monkeypatch):
         await turns()
         cold, short, warm_one = here.priorities
         assert warm_one < short < cold
-        assert cold == PASSES * 40
+        assert cold == PASSES * 30  # of a step
         for name in ("cold", "short", "warm"):
             here.put(name, output(EOS, finish="stop"))
         await turns()

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import BLOCK, EXACT, TWO_ROOFS, config, logs, record, run, uniform
+from warmkv.policies import batching
 from warmkv.policies.transfer import TransferTerms
 from warmkv.simulator.cluster.cluster import mixed_limits
 from warmkv.simulator.engine.limits import BatchingError, Limits
@@ -113,7 +114,8 @@ def test_what_vllm_does_not_do_is_refused():
 VLLM = "engine.kind=vllm"
 
 
-def test_replicas_batch_as_the_engine_of_their_kind_and_vllm_s_move_no_blocks():
+def test_replicas_batch_as_the_engine_of_their_kind_and_vllm_s_move_no_blocks(monkeypatch):
+    monkeypatch.setattr(batching, "delay", lambda lacking, step_tokens: 0)  # the service's priorities for vLLM
     two = ("cluster.replicas=2", "prefix_cache.block_size=16", *TIGHT)
     more = "engine.kv_bytes=288"  # a block, which vLLM sets aside
     cold = [
