@@ -33,6 +33,8 @@ from warmkv.replicas.transfer import BlockPayloads, BlocksOffered
 
 log = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 2.0  # of the time for handing over that are left for closing the engine and the store
+
 
 class Replica:
     """Runs an engine with the model and reports its blocks to the prefix directory.
@@ -140,7 +142,7 @@ class Replica:
     async def __del__(self) -> None:
         """End what is in flight, then close the engine and the store; called by Serve, which limits its time."""
         await self._answers.drain()
-        until = time.monotonic() + self._config.cluster.handover_seconds
+        until = time.monotonic() + self._config.cluster.handover_seconds - CLOSE_SECONDS
         try:
             await self._hand_over()
         except Exception:

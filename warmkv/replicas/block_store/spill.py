@@ -6,44 +6,59 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from warmkv.policies.prefix_tree.nodes import Node
+
 if TYPE_CHECKING:
-    from warmkv.policies.prefix_tree.tree import Path
     from warmkv.replicas.block_store.store import BlockStore
 
-AT_ONCE = 64
-"""Blocks on their way at a time: those that are still written when the time is over."""
+AT_ONCE = 16
+"""Blocks that are copied at a time, and that may be on their way then: twice as many are written after the time at most."""
 
 
 def spill(store: BlockStore, until: float, sleep: Callable[[float], None] = time.sleep) -> int:
-    """Copy what memory holds to the disk tier, in reverse order of eviction; return the blocks that came there.
+    """Copy what memory holds to the disk tier, in reverse order of eviction; return how many more blocks that holds.
 
-    It ends when the store's clock shows `until`, or with as many bytes as the tier may have. What was there already and
-    is colder gives way.
+    It ends when the store's clock shows `until`. As much is copied as the tier may have, and counts as used later than
+    what only the tier holds, which gives way.
     """
     disk = next((at for at, place in enumerate(store.places) if place.folder is not None), None)
     if disk is None or store.clock() >= until:
         return 0
     store.expire()
-    space, given, moved = store.tree.spaces[disk], 0, 0
-    for tier in range(disk):
-        for path, last in store.tree.by_worth(tier):
-            blocks, size = _lacking(path, last, disk)
-            if not blocks or store.packed(path[-1].keys[0]):
-                continue
-            given += size
-            if given > space.capacity or store.clock() >= until:
-                return moved
-            store.tree.copy_down(tier, disk, path, last)
+    before, space = _held(store, disk), store.tree.spaces[disk]
+    room, counted = space.capacity, dict[Node, int]()
+    nodes = [
+        (tier, node, last if node is path[-1] else node.length)
+        for tier in range(disk)
+        for path, last in store.tree.by_worth(tier)
+        if not store.packed(path[-1].keys[0])
+        for node in path
+    ]
+    for tier, node, last in nodes:
+        size, begun = node.copies[disk].size, counted.get(node, 0)
+        if node.parent is not None and counted.get(node.parent, 0) < node.parent.length:
+            continue  # there was no room for all that it is behind
+        end = min(last, begun + room // size)
+        step = last if space.apart else AT_ONCE  # a node may be split where tenants are apart
+        for stop in range(begun + step, end + step, step):
+            if store.clock() >= until:
+                return _held(store, disk) - before
+            store.tree.copy_down(tier, disk, node.path(), min(stop, end))
             store.apply(store.tree.changes())
-            moved += blocks
-            while store.moving > AT_ONCE and store.clock() < until:
-                sleep(0.002)
-                store.settle()
-    return moved
+            _wait(store, AT_ONCE, until, sleep)
+        if end > begun:
+            room -= (end - begun) * size
+            counted[node] = end
+    _wait(store, 0, until, sleep)
+    return _held(store, disk) - before
 
 
-def _lacking(path: Path, last: int, tier: int) -> tuple[int, int]:
-    """Return the blocks of a path that a tier does not hold, and their bytes there."""
-    counts = [(node.length if node is not path[-1] else last) - node.copies[tier].held for node in path]
-    lacking = [max(0, count) for count in counts]
-    return sum(lacking), sum(count * node.copies[tier].size for count, node in zip(lacking, path, strict=True))
+def _wait(store: BlockStore, most: int, until: float, sleep: Callable[[float], None]) -> None:
+    """Wait until at most so many blocks are on their way, or the time is over."""
+    while store.moving > most and store.clock() < until:
+        sleep(0.002)
+        store.settle()
+
+
+def _held(store: BlockStore, tier: int) -> int:
+    return sum(len(run.keys) for run in store.tree.recent(tier))

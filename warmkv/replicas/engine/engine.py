@@ -259,9 +259,13 @@ class Engine:
             self.flush()
             self._publish_stats()
             self.executor.close()
-            if not self.faults.lost and (count := spill(self.store, self._spill_until)):
-                log.info("%d blocks that only memory held were written to disk", count)
-            self.store.close()
+            try:
+                if not self.faults.lost and (count := spill(self.store, self._spill_until)):
+                    log.info("the disk tier holds %d more blocks, which only memory held", count)
+            except Exception:
+                log.exception("what only memory holds could not be written to disk")
+            finally:
+                self.store.close()
 
     def _turn(self) -> None:
         self.turns, self._turned = self.turns + 1, self._clock()

@@ -42,7 +42,7 @@ def test_of_more_than_fits_what_would_be_evicted_last_is_kept_and_colder_files_g
     for number in range(1, 5):
         harness.wait(1)
         harness.write(Prompt("a", tokens(number)), {})
-    assert spilled(harness) == 3
+    assert spilled(harness) == 2  # three came and one left
     hottest = {Prompt("a", tokens(number)).hashes[0] for number in (2, 3, 4)}
     harness.restart(crash=False)
     assert harness.keys(2) == hottest
@@ -62,9 +62,56 @@ def test_it_ends_in_time_and_what_it_began_is_whole(tmp_path):
         if written == 10:
             harness.now = until
 
-    assert spill(harness.store, until, sleep) == AT_ONCE + 10
+    count = spill(harness.store, until, sleep)
+    assert count == AT_ONCE + 10
     harness.restart(crash=False)
-    assert len(harness.keys(2)) == AT_ONCE + 10
+    assert len(harness.keys(2)) == count
+    harness.check_at_rest()
+
+
+def test_a_long_chain_ends_in_time_as_well(tmp_path):
+    harness = Harness(tmp_path, memory_bytes=400 * BLOCK * TOKEN, disk={"memory_bytes": 400 * FILE, "path": tmp_path})
+    harness.write(Prompt("a", tokens(0, 300)), {})
+    until, written = harness.now + 2, 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal written
+        written += harness.lanes.jobs["write"] and 1
+        harness.lanes.run("write", 1)
+        if written == 10:
+            harness.now = until
+
+    assert AT_ONCE < spill(harness.store, until, sleep) <= 10 + 2 * AT_ONCE
+    assert len(harness.lanes.jobs["write"]) <= 2 * AT_ONCE
+    harness.restart(crash=False)
+    harness.check_at_rest()
+
+
+def test_what_is_on_disk_already_and_hot_does_not_give_way_to_what_is_colder(tmp_path):
+    harness = Harness(tmp_path, memory_bytes=20 * BLOCK * TOKEN, disk={"memory_bytes": 10 * FILE, "path": tmp_path})
+    hot = Prompt("a", tokens(0, 4))
+    harness.write(hot, {})
+    assert spilled(harness) == 4
+    for number in range(1, 9):
+        harness.wait(1)
+        harness.write(Prompt("a", tokens(number)), {})
+    harness.wait(1)
+    harness.look_up(hot, [])
+    harness.finish(0, store=False)
+    assert spilled(harness) == 6
+    harness.restart(crash=False)
+    assert harness.keys(2) >= set(hot.hashes)
+    assert len(harness.keys(2)) == 10
+    harness.check_at_rest()
+
+
+def test_of_a_chain_that_is_too_long_the_beginning_is_kept(tmp_path):
+    harness = Harness(tmp_path, memory_bytes=20 * BLOCK * TOKEN, disk={"memory_bytes": 10 * FILE, "path": tmp_path})
+    long = Prompt("a", tokens(0, 12))
+    harness.write(long, {})
+    assert spilled(harness) == 10
+    harness.restart(crash=False)
+    assert harness.keys(2) == set(long.hashes[:10])
     harness.check_at_rest()
 
 
