@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from warmkv.config import Config, DiskConfig, PrefixCacheConfig
+from warmkv.config import Config, DiskConfig, PrefixCacheConfig, place_in
 from warmkv.extras import EXTRAS
 from warmkv.faults import UserError
 
@@ -157,8 +157,8 @@ def _examine_disks(model: LoadedModel, config: Config) -> Iterator[DoctorFinding
         if path is None or not cache.enabled or path in seen:
             continue
         seen.add(path)
-        what, place = (f"disk tier of {name}", f"cluster.groups.{name}.") if name else ("disk tier", "")
-        yield _look(what, f"{place}prefix_cache.disk.path", partial(claimed, cache, path))
+        what = f"disk tier of {name}" if name else "disk tier"
+        yield _look(what, place_in(name, "prefix_cache.disk.path"), partial(claimed, cache, path))
 
 
 def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[DoctorFinding]:

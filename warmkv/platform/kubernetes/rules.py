@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from warmkv.config import Config, ConfigError
+from warmkv.config import ClusterConfig, Config, ConfigError, place_in
 from warmkv.gpus import CATALOGUE, Gpu
 from warmkv.platform.drain import seconds_to_drain
-from warmkv.platform.kubernetes import fields, memory
+from warmkv.platform.kubernetes import fields, memory, packing
 from warmkv.platform.kubernetes.findings import Rule, RuleFinding, Told
 from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS
 from warmkv.platform.kubernetes.references import Reference, keys_of, references_of
@@ -170,16 +170,18 @@ def images(rendered: RenderedManifests) -> Told:
 def gpu_workers(rendered: RenderedManifests) -> Told:
     """Find replicas that ask for GPUs where no worker group has any, and the reverse."""
     for service, config in rendered.configured:
-        asked = max(kind.cluster.gpus_per_replica for kind in config.groups().values())
+        asked = {name: kind.cluster.gpus_per_replica for name, kind in config.groups().items()}
         with_gpu = [group for group in service.workers if group.gpus]
-        if asked and not with_gpu:
-            yield (
-                f"{service.where}: spec.rayClusterConfig.workerGroupSpecs",
-                f"a replica asks for {asked:g} GPU (cluster.gpus_per_replica), and no worker group has one",
-                f"give a worker group a limit for {GPU}, or set cluster.gpus_per_replica to 0",
-            )
+        for name, gpus in asked.items():
+            if gpus and not with_gpu:
+                setting = place_in(name, "cluster.gpus_per_replica")
+                yield (
+                    f"{service.where}: spec.rayClusterConfig.workerGroupSpecs",
+                    f"a replica asks for {gpus:g} GPU ({setting}), and no worker group has one",
+                    f"give a worker group a limit for {GPU}, or set {setting} to 0",
+                )
         for group in with_gpu:
-            if not asked:
+            if not any(asked.values()):
                 what = f"the group has {group.gpus:g} GPU a pod, and replicas ask for none, so they would stay unused"
                 yield group.where, what, "set cluster.gpus_per_replica to 1 in warmkv.yaml, and render again"
 
@@ -197,26 +199,37 @@ def group_sizes(rendered: RenderedManifests) -> Told:
 
 
 def replicas_fit(rendered: RenderedManifests) -> Told:
-    """Find more replicas than the worker groups hold."""
-    for service, config in _kinds(rendered):
-        cluster = config.cluster
-        if cluster.gpus_per_replica and not any(group.gpus for group in service.groups):
-            continue  # gpu_workers tells
-        rooms = {group.name: group.most_pods * group.replicas_on_a_pod(config) for group in service.groups}
-        held = sum(rooms.values())
-        if cluster.most_replicas > held:
-            asked = f"{cluster.cpus_per_replica:g} CPU" + (
-                f" and {cluster.gpus_per_replica:g} GPU" if cluster.gpus_per_replica else ""
-            )
-            groups = ", ".join(f"{name} {room}" for name, room in rooms.items())
-            setting = "cluster.autoscaling.max_replicas" if cluster.autoscaling else "cluster.replicas"
-            scales = any(group.autoscaled for group in service.groups)
-            yield (
-                f"{service.where}: spec.rayClusterConfig.workerGroupSpecs",
-                f"{cluster.most_replicas} replicas are asked for ({setting}), each with {asked}, and the pods have "
-                f"room for {held} ({groups})",
-                f"raise {'maxReplicas' if scales else 'replicas'} of a worker group, or the CPUs and GPUs of its pods",
-            )
+    """Find more replicas, of all kinds together, than the pods hold."""
+    for service, config in rendered.configured:
+        has_gpus = any(group.gpus for group in service.groups)
+        kinds = {
+            name: kind for name, kind in config.groups().items() if has_gpus or not kind.cluster.gpus_per_replica
+        }  # of the others gpu_workers tells
+        packed = packing.pack(service, kinds)
+        if not packed.left:
+            continue
+        asked = "; ".join(_asked(name, kind.cluster) for name, kind in kinds.items())
+        rooms = ", ".join(f"{group.name} {packed.placed[group.name]}" for group in service.groups)
+        lacking = " and ".join(
+            f"{count} of {_number(name, kinds[name].cluster)}" for name, count in packed.left.items()
+        )
+        scales = any(group.autoscaled for group in service.groups)
+        yield (
+            f"{service.where}: spec.rayClusterConfig.workerGroupSpecs",
+            f"{sum(kind.cluster.most_replicas for kind in kinds.values())} replicas are asked for ({asked}), and the "
+            f"pods have room for {packed.placed.total()} ({rooms}), none for {lacking}",
+            f"raise {'maxReplicas' if scales else 'replicas'} of a worker group, or the CPUs and GPUs of its pods",
+        )
+
+
+def _asked(name: str, cluster: ClusterConfig) -> str:
+    gpus = f" and {cluster.gpus_per_replica:g} GPU" if cluster.gpus_per_replica else ""
+    return f"{_number(name, cluster)} {cluster.most_replicas}, each with {cluster.cpus_per_replica:g} CPU{gpus}"
+
+
+def _number(name: str, cluster: ClusterConfig) -> str:
+    """Return the setting that says how many replicas of a kind there may be."""
+    return place_in(name, "cluster.autoscaling.max_replicas" if cluster.autoscaling else "cluster.replicas")
 
 
 def memory_fits(rendered: RenderedManifests) -> Told:
