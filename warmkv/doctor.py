@@ -172,7 +172,19 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
     from warmkv.replicas.loading.load import load_model, resolve_device
     from warmkv.replicas.loading.self_check import check_engine
 
+    def usable(device: str) -> str:
+        device_memory.check_device(device)
+        return str(resolve_device(device))
+
     logging.disable_progress_bar()
+    for name, group in config.groups().items():
+        if name and group.model.device != config.model.device:
+            yield _look(f"device of {name}", place_in(name, "model.device"), partial(usable, group.model.device))
+    try:
+        device_memory.check_device(config.model.device)
+    except UserError as error:
+        yield DoctorFinding("device", "failed", str(error))
+        return
     device = resolve_device(config.model.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     yield DoctorFinding("device", "ok", f"{device} ({name}), torch {torch.__version__}")

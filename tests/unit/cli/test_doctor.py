@@ -158,3 +158,15 @@ def test_it_says_what_fails_and_ends_with_1(flag, what, says):
     last = json.loads(result.stdout)[-1]
     assert (last["what"], last["state"]) == (what, "failed")
     assert says in last["detail"]
+
+
+def test_it_says_that_there_is_no_gpu(monkeypatch):
+    """A group's is told beside the rest; without that of the settings nothing can be looked at."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    code, found = doctor("cluster.groups.fast.model.device=cuda")
+    assert code == 1
+    assert found["device of fast"] == ("failed", "torch finds no GPU for device cuda; try cpu")
+    assert found["self-check"][0] == "ok"
+    code, found = doctor("model.device=cuda:1")
+    assert (code, list(found)[-1]) == (1, "device")
+    assert found["device"] == ("failed", "torch finds no GPU for device cuda:1; try cpu")
