@@ -45,20 +45,30 @@ def examine(
     next. `metrics_port` is that of `warmkv serve`, where it is given one.
     """
     yield DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    servable = True
-    kinds = {group.engine.kind for group in config.groups().values()}
+    servable, needed = True, _needed_extras(config)
     for extra, modules in EXTRAS.items():
-        if extra == "vllm" and "vllm" not in kinds:  # its environment is another one
+        if extra == "vllm" and extra not in needed:  # its environment is another one
             continue
         lacking = [module for module in modules if find_spec(module) is None]
         if extra == "flash" and lacking:  # torch's own kernel does the same, in more time
             continue
         said = f"lacks {', '.join(lacking)}: pip install 'warmkv[{extra}]'" if lacking else _versions(modules)
-        yield DoctorFinding(f"extra {extra}", "missing" if lacking else "ok", said)
+        state: State = "ok" if not lacking else "failed" if extra in needed else "missing"
+        yield DoctorFinding(f"extra {extra}", state, said)
         servable = servable and not (extra == "serve" and lacking)
     if servable:
         yield from _examine_settings(config, metrics_port)
         yield from _examine_model(config, say)
+
+
+def _needed_extras(config: Config) -> set[str]:
+    """Return the extras without which `warmkv serve` does not do what the settings say."""
+    needed = {"serve"}
+    if any(group.engine.kind == "vllm" for group in config.groups().values()):
+        needed.add("vllm")
+    if config.control.whatif is not None and config.control.whatif.quality is not None:  # a table of `warmkv eval`
+        needed.add("eval")
+    return needed
 
 
 def _versions(modules: tuple[str, ...]) -> str:

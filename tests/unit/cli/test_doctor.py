@@ -50,6 +50,23 @@ def doctor(*settings: str, metrics_port: int = 0) -> tuple[int, dict[str, tuple[
     return result.exit_code, {one["what"]: (one["state"], one["detail"]) for one in json.loads(result.stdout)}
 
 
+@pytest.mark.parametrize(
+    ("setting", "module", "extra"),
+    [
+        ("engine.kind=vllm", "vllm", "vllm"),
+        ("cluster.groups.fast.engine.kind=vllm", "vllm", "vllm"),
+        ("control.whatif.quality=evaluated", "pyarrow", "eval"),
+    ],
+)
+def test_what_the_settings_need_is_no_option(monkeypatch, setting, module, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert run().exit_code == 0
+    code, found = doctor(setting)
+    assert code == 1
+    assert [what for what, (state, _) in found.items() if state == "failed"] == [f"extra {extra}"]
+    assert f"lacks {module}" in found[f"extra {extra}"][1]
+
+
 DISK = "prefix_cache.disk.memory_bytes=1MiB"
 OF_GROUP = "cluster.groups.small.prefix_cache.disk={memory_bytes: 1MiB, path: {}}"
 
