@@ -13,13 +13,13 @@ from warmkv.config import ClusterConfig, Config, ConfigError, place_in
 from warmkv.gpus import CATALOGUE, Gpu
 from warmkv.platform.drain import seconds_to_drain
 from warmkv.platform.kubernetes import fields, memory, packing
+from warmkv.platform.kubernetes.file_rules import disk_tier, whole_gib
 from warmkv.platform.kubernetes.findings import Rule, RuleFinding, Told
 from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS
 from warmkv.platform.kubernetes.references import Reference, keys_of, references_of
 from warmkv.platform.kubernetes.rendered import (
     GPU,
     Group,
-    Object,
     RenderedManifests,
     RenderedService,
     name_of,
@@ -28,7 +28,7 @@ from warmkv.platform.kubernetes.rendered import (
 from warmkv.platform.kubernetes.settings_rules import OPERATORS_LABELS, SETTINGS_RULES
 from warmkv.platform.listening import check_listening, is_loopback
 from warmkv.platform.tenants import SALT_ENV
-from warmkv.policies.memory_plan import GIB, MemoryPlanError, amount
+from warmkv.policies.memory_plan import MemoryPlanError, amount
 
 DEFAULT_GRACE = 30  # seconds, where a pod says nothing
 DEFAULT_DELETION_DELAY = 60  # seconds, of KubeRay
@@ -251,13 +251,15 @@ def memory_fits(rendered: RenderedManifests) -> Told:
                 if (needed := sum(line.bytes for line in lines)) > limit:
                     parts = ", ".join(f"{line.name} {amount(line.bytes)}" for line in lines)
                     what = f"the pod may take {amount(int(limit))} of host memory, and needs {amount(needed)}: {parts}"
-                    yield at, what, f"raise it to {_whole(needed)}Gi or more"
+                    yield at, what, f"raise it to {whole_gib(needed)}Gi or more"
             else:
                 planned = memory.plan_in_pod(config, rendered.model, int(limit), replicas)
                 try:
                     planned.check()
                 except MemoryPlanError as error:
-                    todo = f"raise it to {_whole(planned.needed * replicas)}Gi or more, or lower the sizes that are set"
+                    todo = (
+                        f"raise it to {whole_gib(planned.needed * replicas)}Gi or more, or lower the sizes that are set"
+                    )
                     yield at, str(error).splitlines()[0] + f" ({planned.summary})", todo
             yield from _on_gpu(group, config, rendered)
 
@@ -273,39 +275,6 @@ def _on_gpu(group: Group, config: Config, rendered: RenderedManifests) -> Told:
         what = f"a replica does not fit its share of an {name}: {planned.summary}"
         todo = "choose a GPU with more memory, a smaller model, or lower engine.kv_bytes and prefix_cache.memory_bytes"
         yield f"{group.pods.where}.nodeSelector", what, todo
-
-
-def _whole(size: float) -> int:
-    return -(-int(size) // GIB)
-
-
-def disk_tier(rendered: RenderedManifests) -> Told:
-    """Find a disk tier whose folder is not mounted, or has no room for it."""
-    for service, config in rendered.configured:
-        disk = config.prefix_cache.disk
-        if disk.path is None or not config.prefix_cache.enabled:
-            continue
-        for group in service.workers:
-            replicas = group.replicas_on_a_pod(config)
-            if not replicas:
-                continue
-            mount = group.mount(str(disk.path))
-            volume = mount and group.volume(mount)
-            if volume is None:
-                todo = "mount a volume there, as the component disk-cache does"
-                yield group.where, f"nothing is mounted at prefix_cache.disk.path, {disk.path}", todo
-                continue
-            size = quantity(_size(volume))
-            if size is not None and size < (needed := replicas * int(disk.memory_bytes)):
-                what = f"the volume {volume['name']} has {amount(int(size))}, and the disk tier takes {amount(needed)}"
-                yield f"{group.pods.where}.volumes[{volume['name']}]", what, f"make it {_whole(needed)}Gi or more"
-
-
-def _size(volume: Object) -> str:
-    """Return the size that a volume of its pod's own is asked for with; `` where there is none."""
-    claim = ((volume.get("ephemeral") or {}).get("volumeClaimTemplate") or {}).get("spec") or {}
-    asked = ((claim.get("resources") or {}).get("requests") or {}).get("storage", "")
-    return str((volume.get("emptyDir") or {}).get("sizeLimit", asked))
 
 
 # --- ends and access

@@ -188,6 +188,13 @@ def disk_too_small(good: Overlay) -> None:
     good.pod["volumes"][1]["emptyDir"]["sizeLimit"] = "4Gi"
 
 
+def disk_of_a_group_not_mounted(good: Overlay) -> None:
+    disk = {"path": "/zz", "memory_bytes": "8GiB"}
+    groups = {"v": {"prefix_cache": {"disk": disk}}, "same": {"engine": {"max_slots": 4}}}
+    good.settings["cluster"] |= {"replicas": 1, "groups": groups}
+    good.worker["replicas"] = good.worker["maxReplicas"] = 4
+
+
 def killed_early(good: Overlay) -> None:
     good.settings["cluster"]["drain_seconds"] = 54
 
@@ -291,6 +298,7 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (unknown_model, "memory_fits", "RayService/warmkv", "sizes of nobody/knows-it are not known", "--model"),
     (disk_not_mounted, "disk_tier", BOX, "nothing is mounted at prefix_cache.disk.path, /var/warmkv/blocks", "mount"),
     (disk_too_small, "disk_tier", f"{POD}.volumes[blocks]", "has 4.00 GiB, and the disk tier takes 8.00 GiB", "8Gi"),
+    (disk_of_a_group_not_mounted, "disk_tier", BOX, "cluster.groups.v.prefix_cache.disk.path, /zz", "mount a volume"),
     (killed_early, "grace_periods", f"{POD}.termination", "killed after 90 s, and its replicas may take 102", "122"),
     (killed_while_others_start, "grace_periods", f"{POD}.termination", "60 s, and its replicas may take 70", "90"),
     (deleted_early, "grace_periods", "spec.rayClusterDeletionDelay", "after 45 s, and pods of the group h100", "90"),
