@@ -95,9 +95,16 @@ class History(Section):
 def in_force(start: Config, version: Version) -> Config:
     """Apply a version to the configuration that the service was started with.
 
-    Raises ConfigError where it does not fit.
+    Raises ConfigError where it does not fit, with the way out.
     """
-    return changed(start, version.settings)
+    try:
+        return changed(start, version.settings)
+    except ConfigError as error:
+        why = "; ".join(str(error).splitlines())
+        raise ConfigError(
+            f"version {version.number} of the live configuration, kept from before, does not fit the settings at "
+            f"start: {why}. `warmkv policy rollback --to 0` goes back to these"
+        ) from None
 
 
 def described(version: Version) -> dict[str, str]:

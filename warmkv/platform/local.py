@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from warmkv.config import Config, ModelConfig, parse
+from warmkv.config import Config, ConfigError, ModelConfig, parse
 from warmkv.faults import UserError
 from warmkv.platform.document import serve_document
 from warmkv.platform.listening import check_listening
@@ -209,6 +209,25 @@ def memory_plans(config: Config, seconds: float) -> list[str]:
         if len(plans) >= config.first_replicas or time.monotonic() > until:
             return plans
         time.sleep(0.05)
+
+
+def live_config_fault(config: Config) -> str:
+    """Return why the kept version of the live configuration is not in force; `` where it is. Ray must be started."""
+    import ray
+
+    from warmkv.platform.control import control_name
+    from warmkv.platform.live_config import in_force
+    from warmkv.platform.named_actors import NAMESPACE
+
+    with suppress(ValueError, ray.exceptions.RayError):  # it restarts, or is busy
+        control = ray.get_actor(control_name(config.cluster.application), namespace=NAMESPACE)
+        status = ray.get(control.status.remote(), timeout=5)
+        try:
+            in_force(config, status["current"])
+        except ConfigError as error:
+            return str(error)
+        return str(status["fault"] or "")
+    return ""
 
 
 @contextmanager

@@ -207,11 +207,16 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def _tell(policy: dict[str, Any], output: JsonOptions) -> None:
+    said_by = policy["parts"].values()
+
     def show() -> None:
         print(_headline(policy))
+        if faults := dict.fromkeys(said["fault"] for said in said_by if said["fault"]):
+            in_force = ", ".join(dict.fromkeys(str(said["version"]) for said in said_by))
+            print("\n".join([f"it is not in force, version {in_force} is:", *faults]))
         _lines(policy["settings"])
         for part, said in sorted(policy["parts"].items()):
-            print(f"gateway {part}: version {said['version']}" + (f"; {said['fault']}" if said["fault"] else ""))
+            print(f"gateway {part}: version {said['version']}")
         if policy["fault"]:
             print(policy["fault"])
 
