@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -136,6 +137,7 @@ def start_ray(config: Config, metrics_port: int = 0) -> None:
 
     clusters = [group.cluster for group in config.groups().values()]
     cpus = sum(cluster.most_replicas * cluster.cpus_per_replica for cluster in clusters)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address="local",
@@ -151,6 +153,14 @@ def start_ray(config: Config, metrics_port: int = 0) -> None:
         logs = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "session_latest" / "logs"
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise StartError(f"Ray did not start: {why} On a busy machine try again; its logs are in {logs}") from error
+    except SystemExit:  # by its own handler of SIGTERM
+        ray.shutdown()
+        raise KeyboardInterrupt from None
+    finally:
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # only there Ray handles it, with a stack and an abort
+            signal.signal(signal.SIGTERM, on_sigterm)
     wanted = sum(cluster.replicas * cluster.gpus_per_replica for cluster in clusters)
     found = ray.cluster_resources().get("GPU", 0)
     if wanted > found:

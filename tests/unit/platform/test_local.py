@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 
-from warmkv.config import ModelConfig
-from warmkv.platform.local import check_model
+from warmkv.config import Config, ModelConfig
+from warmkv.platform.local import check_model, start_ray
 
 START = """
 from warmkv.config import Config
@@ -32,6 +34,29 @@ def test_a_ray_that_does_not_start_is_one_error_with_the_place_of_its_logs(tmp_p
     told = subprocess.run([sys.executable, "-c", START], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout.startswith("Ray did not start: ")
     assert told.stdout.strip().endswith(f"its logs are in {no_folder}/ray/session_latest/logs")
+
+
+def test_sigterm_is_handled_as_before_once_ray_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray installs a handler of its own, which would end the process with a stack of C++ and leave its own behind."""
+    before, stopped = signal.getsignal(signal.SIGTERM), list[bool]()
+
+    def init(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+
+    def interrupted(**_: Any) -> None:
+        init()
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.cluster_resources", dict)
+    monkeypatch.setattr("ray.shutdown", lambda: stopped.append(True))
+    start_ray(Config())
+    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.setattr("ray.init", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_ray(Config())
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert stopped == [True]
 
 
 def test_a_name_that_the_hub_does_not_have_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
