@@ -6,12 +6,13 @@ that hold settings against other objects are in `settings_rules.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from warmkv.config import ClusterConfig, Config, ConfigError, place_in
 from warmkv.gpus import CATALOGUE, Gpu
-from warmkv.platform.drain import seconds_to_drain
+from warmkv.platform.drain import END_SECONDS, seconds_to_drain
 from warmkv.platform.kubernetes import fields, memory, packing
 from warmkv.platform.kubernetes.file_rules import disk_tier, whole_gib
 from warmkv.platform.kubernetes.findings import Rule, RuleFinding, Told
@@ -288,13 +289,15 @@ def grace_periods(rendered: RenderedManifests) -> Told:
         for group in service.workers:
             grace = group.pods.spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE)
             hook = (group.box.get("lifecycle") or {}).get("preStop")  # it waits for replacements to start elsewhere
-            needed = seconds_to_drain(config) if hook else drain + config.cluster.handover_seconds
-            if grace <= needed:
+            drained = seconds_to_drain(config) if hook else drain + config.cluster.handover_seconds
+            needed = math.ceil(drained + END_SECONDS)
+            if grace < needed:
                 yield (
                     f"{group.pods.where}.terminationGracePeriodSeconds",
-                    f"a pod is killed after {grace} s, and its replicas may take {needed:g}: cluster.drain_seconds "
-                    f"{drain:g}, a third of it to hand blocks over{', 30 for others to start' if hook else ''}",
-                    f"set it to {int(needed) + 20} or more",
+                    f"a pod is killed after {grace} s, and may take {needed}: cluster.drain_seconds {drain:g}, a "
+                    f"third of it to hand blocks over{', 30 for others to start' if hook else ''}, {END_SECONDS:g} for "
+                    "Ray to end",
+                    f"set it to {needed} or more",
                 )
             if delay < grace:
                 yield (

@@ -203,6 +203,12 @@ def killed_while_others_start(good: Overlay) -> None:
     good.pod["terminationGracePeriodSeconds"] = 60
 
 
+def killed_while_ray_ends(good: Overlay) -> None:
+    """As docs/kubernetes.md says: 600, a third of it, 30 and 10."""
+    good.settings["cluster"]["drain_seconds"] = 600
+    good.pod["terminationGracePeriodSeconds"] = good.service["spec"]["rayClusterDeletionDelaySeconds"] = 839
+
+
 def deleted_early(good: Overlay) -> None:
     good.service["spec"]["rayClusterDeletionDelaySeconds"] = 45
 
@@ -299,10 +305,11 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (disk_not_mounted, "disk_tier", BOX, "nothing is mounted at prefix_cache.disk.path, /var/warmkv/blocks", "mount"),
     (disk_too_small, "disk_tier", f"{POD}.volumes[blocks]", "has 4.00 GiB, and the disk tier takes 8.00 GiB", "8Gi"),
     (disk_of_a_group_not_mounted, "disk_tier", BOX, "cluster.groups.v.prefix_cache.disk.path, /zz", "mount a volume"),
-    (killed_early, "grace_periods", f"{POD}.termination", "killed after 90 s, and its replicas may take 102", "122"),
-    (killed_while_others_start, "grace_periods", f"{POD}.termination", "60 s, and its replicas may take 70", "90"),
+    (killed_early, "grace_periods", f"{POD}.termination", "killed after 90 s, and may take 112", "112"),
+    (killed_while_others_start, "grace_periods", f"{POD}.termination", "60 s, and may take 80", "80"),
+    (killed_while_ray_ends, "grace_periods", f"{POD}.termination", "839 s, and may take 840", "set it to 840 or more"),
     (deleted_early, "grace_periods", "spec.rayClusterDeletionDelay", "after 45 s, and pods of the group h100", "90"),
-    (killed_by_default, "grace_periods", f"{POD}.termination", "killed after 30 s, and its replicas may take 70", "90"),
+    (killed_by_default, "grace_periods", f"{POD}.termination", "killed after 30 s, and may take 80", "80"),
     (no_tenants, "tenants", "gateway", "no tenants are configured", "tenants_file"),
     (everybody, "tenants", "gateway.allow_open", "every key is accepted", "tenants_file"),
     (nobody, "tenants", "gateway.host", "reached from within the pod only", "0.0.0.0"),
