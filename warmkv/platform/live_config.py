@@ -147,6 +147,23 @@ def change(start: Config, history: History, changes: Mapping[str, Any], based_on
     return Version(number=current.number + 1, settings=settings, changes=dict(changes), **by)
 
 
+def warnings(before: Config, after: Config) -> list[str]:
+    """Return what a change does that may not be meant: clients are refused, or prices are nobody's."""
+    gone = [f"{name!r}" for name in before.prefix_cache.ttls if name not in after.prefix_cache.ttls]
+    left = ", ".join(after.prefix_cache.ttls)
+    said = [
+        f"requests that mark a prefix with the TTL {name} are refused from now on; there are {left}" for name in gone
+    ]
+    served = after.model.name
+    for model in after.pricing.models:
+        if model != served and model not in before.pricing.models:
+            said.append(
+                f"pricing.models.{model}: this service serves {served} and bills nothing by it; it counts where a "
+                "replayed log names that model"
+            )
+    return said
+
+
 def roll_back(start: Config, history: History, to: int | None, based_on: int | None, **by: Any) -> Version:
     """Return the next version with the settings of an earlier one; `to` None is the one before the present one.
 

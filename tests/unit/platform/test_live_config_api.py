@@ -274,6 +274,30 @@ def test_the_command_says_what_is_wrong(tuned):
         assert (done.exit_code, says in done.stderr) == (code, True), (args, done.output, done.stderr)
 
 
+def test_what_may_not_be_meant_is_warned_of(tuned):
+    """A TTL that goes, and prices that bill nothing: told once, by what is new in them."""
+    url = ("--why", "x", "--url", tuned.url)
+    done = run("set", "pricing.models={nomodel: {input: 1}, tiny: {input: 2}}", "prefix_cache.ttls={5m: 300}", *url)
+    assert done.exit_code == 0
+    told = " ".join(done.stderr.split())
+    assert "warning: requests that mark a prefix with the TTL '1h' are refused from now on; there are 5m" in told
+    assert "warning: pricing.models.nomodel: this service serves tiny and bills nothing by it" in told
+    assert told.count("warning: ") == 2
+    with pytest.raises(Exception, match="'1h' is not one of '5m'"):
+        ask(tuned, LONG, "1h")
+    assert put(tuned, {"pricing.models.nomodel.input": 3})["warnings"] == []
+    assert "warnings" not in get(tuned)
+    (warning,) = (roll_back(tuned, to=0), put(tuned, {"prefix_cache.ttls": {"5m": 300}}))[1]["warnings"]
+    assert "'1h'" in warning
+
+
+def test_a_setting_that_is_given_twice_is_refused(tuned):
+    before = get(tuned)
+    done = run("set", "pricing.input=4", " pricing.input =5", "--why", "x", "--url", tuned.url)
+    assert (done.exit_code, "pricing.input is given twice" in done.stderr) == (2, True)
+    assert get(tuned) == before
+
+
 def test_a_change_is_a_metric_that_says_who_what_and_why(tuned):
     info = telemetry.LIVE_CONFIG_CHANGE.name
     why = 'memory "is" short\n' + 100 * "long "
