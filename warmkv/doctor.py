@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from warmkv.config import Config, DiskConfig, PrefixCacheConfig
+from warmkv.config import Config, DiskConfig, PrefixCacheConfig, place_in
 from warmkv.extras import EXTRAS
 from warmkv.faults import UserError
 
@@ -45,20 +45,30 @@ def examine(
     next. `metrics_port` is that of `warmkv serve`, where it is given one.
     """
     yield DoctorFinding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    servable = True
-    kinds = {group.engine.kind for group in config.groups().values()}
+    servable, needed = True, _needed_extras(config)
     for extra, modules in EXTRAS.items():
-        if extra == "vllm" and "vllm" not in kinds:  # its environment is another one
+        if extra == "vllm" and extra not in needed:  # its environment is another one
             continue
         lacking = [module for module in modules if find_spec(module) is None]
         if extra == "flash" and lacking:  # torch's own kernel does the same, in more time
             continue
         said = f"lacks {', '.join(lacking)}: pip install 'warmkv[{extra}]'" if lacking else _versions(modules)
-        yield DoctorFinding(f"extra {extra}", "missing" if lacking else "ok", said)
+        state: State = "ok" if not lacking else "failed" if extra in needed else "missing"
+        yield DoctorFinding(f"extra {extra}", state, said)
         servable = servable and not (extra == "serve" and lacking)
     if servable:
         yield from _examine_settings(config, metrics_port)
         yield from _examine_model(config, say)
+
+
+def _needed_extras(config: Config) -> set[str]:
+    """Return the extras without which `warmkv serve` does not do what the settings say."""
+    needed = {"serve"}
+    if any(group.engine.kind == "vllm" for group in config.groups().values()):
+        needed.add("vllm")
+    if config.control.whatif is not None and config.control.whatif.quality is not None:  # a table of `warmkv eval`
+        needed.add("eval")
+    return needed
 
 
 def _versions(modules: tuple[str, ...]) -> str:
@@ -177,8 +187,8 @@ def _examine_disks(model: LoadedModel, config: Config) -> Iterator[DoctorFinding
         if path is None or not cache.enabled or path in seen:
             continue
         seen.add(path)
-        what, place = (f"disk tier of {name}", f"cluster.groups.{name}.") if name else ("disk tier", "")
-        yield _look(what, f"{place}prefix_cache.disk.path", partial(claimed, cache, path))
+        what = f"disk tier of {name}" if name else "disk tier"
+        yield _look(what, place_in(name, "prefix_cache.disk.path"), partial(claimed, cache, path))
 
 
 def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[DoctorFinding]:
@@ -192,7 +202,19 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
     from warmkv.replicas.loading.load import load_model, resolve_device
     from warmkv.replicas.loading.self_check import check_engine
 
+    def usable(device: str) -> str:
+        device_memory.check_device(device)
+        return str(resolve_device(device))
+
     logging.disable_progress_bar()
+    for name, group in config.groups().items():
+        if name and group.model.device != config.model.device:
+            yield _look(f"device of {name}", place_in(name, "model.device"), partial(usable, group.model.device))
+    try:
+        device_memory.check_device(config.model.device)
+    except UserError as error:
+        yield DoctorFinding("device", "failed", str(error))
+        return
     device = resolve_device(config.model.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     yield DoctorFinding("device", "ok", f"{device} ({name}), torch {torch.__version__}")

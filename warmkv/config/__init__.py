@@ -24,7 +24,7 @@ from warmkv.config.tenants import (
     TenantLimits,
     check_key_holders,
 )
-from warmkv.config.tree import Config
+from warmkv.config.tree import Config, place_in
 from warmkv.config.values import put, read_value
 
 __all__ = [
@@ -71,6 +71,7 @@ __all__ = [
     "load",
     "move_blocks",
     "parse",
+    "place_in",
     "put",
     "read_value",
     "refusal",

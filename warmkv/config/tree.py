@@ -36,6 +36,11 @@ OF_GROUPS: dict[str, frozenset[str]] = {
 """Settings in which groups of replicas may differ: all others are of the model, or of the gateways."""
 
 
+def place_in(group: str, setting: str) -> str:
+    """Return where a setting of a group of replicas is written; the configuration itself is the group ""."""
+    return f"cluster.groups.{group}.{setting}" if group else setting
+
+
 class Config(Section):
     """The whole tree; `warmkv config schema` prints it as JSON schema."""
 

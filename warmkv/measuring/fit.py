@@ -40,8 +40,10 @@ def fit(points: Sequence[MeasuredStep], *, pairs: bool = False) -> FittedCost:
     seconds, tokens, context = (
         np.array([getattr(point, name) for point in points], dtype=float) for name in ("seconds", "tokens", "context")
     )
-    columns = [np.ones(len(points)), tokens, context, *([tokens * context] if pairs else [])]
-    _check(seconds, columns)
+    columns = _columns(tokens, context, pairs)
+    if not (seconds > 0).all():
+        raise ValueError("a measured step took no time; the clock is too coarse for this model")
+    _check(columns)
     design = np.column_stack(columns) / seconds[:, None]  # every row then aims at 1
     solution = _robust(design)
     held_out = [abs(1 - design[at] @ _robust(np.delete(design, at, axis=0))) for at in range(len(points))]
@@ -57,16 +59,25 @@ def fit(points: Sequence[MeasuredStep], *, pairs: bool = False) -> FittedCost:
     )
 
 
-def _check(seconds: Floats, columns: Sequence[Floats]) -> None:
-    if not (seconds > 0).all():
-        raise ValueError("a measured step took no time; the clock is too coarse for this model")
+def check_grid(places: Sequence[tuple[float, float]], *, pairs: bool = False) -> None:
+    """Raise ValueError if steps of so many tokens and such contexts cannot tell the coefficients."""
+    tokens, context = np.array(places, dtype=float).reshape(-1, 2).T
+    _check(_columns(tokens, context, pairs))
+
+
+def _columns(tokens: Floats, context: Floats, pairs: bool) -> list[Floats]:
+    return [np.ones(len(tokens)), tokens, context, *([tokens * context] if pairs else [])]
+
+
+def _check(columns: Sequence[Floats]) -> None:
+    count = len(columns[0])
     for name, column in zip(("tokens", "context"), columns[1:3], strict=True):
         if len(np.unique(column)) < 2:
-            raise ValueError(f"all {len(seconds)} measured steps have the same {name}")
+            raise ValueError(f"all {count} measured steps have the same {name}")
     scaled = np.column_stack([column / column.max() for column in columns])
     least = POINTS_PER_COEFFICIENT * int(np.linalg.matrix_rank(scaled))
-    if len(seconds) < least:
-        raise ValueError(f"{len(seconds)} measured steps are too few to fit; take at least {least}")
+    if count < least:
+        raise ValueError(f"{count} measured steps are too few to fit; take at least {least}")
 
 
 def _error(relative: Floats) -> ErrorOfFit:

@@ -7,7 +7,8 @@ grid. A prefill chunk is the same work under all policies that want the same of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.measuring import grid, synthetic, ttft
 from warmkv.measuring.clock import Stopwatch, now
 from warmkv.measuring.decoding import decode, timed_steps
-from warmkv.measuring.fit import MeasuredStep, fit
+from warmkv.measuring.fit import MeasuredStep, check_grid, fit
 from warmkv.measuring.plan import PROFILED_TOKENS, MeasureError, ProfilePlan
 from warmkv.measuring.spread import Spread
 from warmkv.policies import budgets
@@ -23,7 +24,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.loading.load import LoadedModel
-from warmkv.simulator.steps.step_profile import FittedCost, Measurement, Phase, PolicyProfile
+from warmkv.simulator.steps.step_profile import PHASES, FittedCost, Measurement, Phase, PolicyProfile
 
 Progress = Callable[[str], None]
 """Told what is measured next; once for every measurement."""
@@ -55,6 +56,16 @@ class Profiler:
             for label, spec in self._specs.items()
             if grid.decode_fits(cell, spec, shape, room, PROFILED_TOKENS)
         ]
+
+    def check(self) -> None:
+        """Raise MeasureError, before minutes of work, if what `run` measures will be too little to fit."""
+        places = {_chunk_place(*chunk) for chunk in self._chunks}
+        places.update(*(_decode_places(label, cell, self._specs[label]) for label, cell in self._decodes))
+        for label in self._specs:
+            for phase in PHASES:
+                of = [(tokens, end) for labels, known, tokens, end in places if known == phase and label in labels]
+                with _enough(phase, label):
+                    check_grid(of, pairs=phase == "prefill")
 
     @property
     def measurements(self) -> int:
@@ -92,7 +103,7 @@ class Profiler:
         synthetic.begin_chunk(engine, spec, prompt, cell.end - cell.tokens)
         watch = Stopwatch(self._model.device)
         engine.step()
-        self._seconds[labels, "prefill", cell.tokens, cell.end].append(watch.seconds())
+        self._seconds[_chunk_place(labels, cell)].append(watch.seconds())
         if prompt.computed != cell.end:
             raise MeasureError(f"{labels[0]}: the engine computed {prompt.computed} tokens instead of {cell.end}")
         synthetic.end_all(engine)
@@ -102,9 +113,20 @@ class Profiler:
         engine, spec = self._engine(self._step_tokens), cell.spec(self._specs[label])
         prompt = synthetic.random_prompt(self._model, spec, random[:, :, :, : cell.prompt])
         decoded = decode(engine, spec, prompt, cell.batch, PROFILED_TOKENS)
-        context = cell.context(spec, timed_steps(PROFILED_TOKENS), PROFILED_TOKENS)
-        self._seconds[(label,), "decode", cell.batch, context].append(decoded.tpot)
-        self._seconds[(label,), "hand_off", cell.kept(spec), cell.prompt].append(decoded.hand_off)
+        step, hand_off = _decode_places(label, cell, self._specs[label])
+        self._seconds[step].append(decoded.tpot)
+        self._seconds[hand_off].append(decoded.hand_off)
+
+
+def _chunk_place(labels: tuple[str, ...], cell: grid.Chunk) -> Place:
+    return labels, "prefill", cell.tokens, cell.end
+
+
+def _decode_places(label: str, cell: grid.Decode, wanted: PolicySpec) -> tuple[Place, Place]:
+    """Return the places of a batch's decode steps and of its hand-offs."""
+    spec = cell.spec(wanted)
+    context = cell.context(spec, timed_steps(PROFILED_TOKENS), PROFILED_TOKENS)
+    return ((label,), "decode", cell.batch, context), ((label,), "hand_off", cell.kept(spec), cell.prompt)
 
 
 def fits(measured: Sequence[Measurement], labels: Iterable[str]) -> tuple[PolicyProfile, ...]:
@@ -125,8 +147,15 @@ def fits(measured: Sequence[Measurement], labels: Iterable[str]) -> tuple[Policy
 
 def _fit(measured: Sequence[Measurement], label: str, phase: Phase) -> FittedCost:
     of = [one for one in measured if one.phase == phase and label in one.policies]
-    try:
+    with _enough(phase, label):
         return fit([MeasuredStep(one.tokens, one.context, one.least) for one in of], pairs=phase == "prefill")
+
+
+@contextmanager
+def _enough(phase: Phase, label: str) -> Iterator[None]:
+    """Say what to do where steps cannot be fitted. Raises MeasureError."""
+    try:
+        yield
     except ValueError as error:
         raise MeasureError(
             f"{phase} of {label}: {error}. Give more --lengths or --batches, or more room for them with "

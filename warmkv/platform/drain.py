@@ -16,6 +16,9 @@ from warmkv.faults import UserError
 SPARE_SECONDS = 30.0
 """Time for a replacement to start on another node, where there is room for one, before a replica is stopped."""
 
+END_SECONDS = 10.0
+"""Time for Ray to end a node that is drained, before its pod is killed."""
+
 PAUSE_SECONDS = 0.5
 OF_SERVE = ("SERVE_REPLICA::", "SERVE_PROXY_ACTOR")  # what the names of its actors begin with
 

@@ -95,9 +95,16 @@ class History(Section):
 def in_force(start: Config, version: Version) -> Config:
     """Apply a version to the configuration that the service was started with.
 
-    Raises ConfigError where it does not fit.
+    Raises ConfigError where it does not fit, with the way out.
     """
-    return changed(start, version.settings)
+    try:
+        return changed(start, version.settings)
+    except ConfigError as error:
+        why = "; ".join(str(error).splitlines())
+        raise ConfigError(
+            f"version {version.number} of the live configuration, kept from before, does not fit the settings at "
+            f"start: {why}. `warmkv policy rollback --to 0` goes back to these"
+        ) from None
 
 
 def described(version: Version) -> dict[str, str]:
@@ -138,6 +145,23 @@ def change(start: Config, history: History, changes: Mapping[str, Any], based_on
     kept = (dotted for dotted in current.settings if dotted in LIVE)  # a version may know settings of the past
     settings = values(config, dict.fromkeys([*kept, *touched.values()]))
     return Version(number=current.number + 1, settings=settings, changes=dict(changes), **by)
+
+
+def warnings(before: Config, after: Config) -> list[str]:
+    """Return what a change does that may not be meant: clients are refused, or prices are nobody's."""
+    gone = [f"{name!r}" for name in before.prefix_cache.ttls if name not in after.prefix_cache.ttls]
+    left = ", ".join(after.prefix_cache.ttls)
+    said = [
+        f"requests that mark a prefix with the TTL {name} are refused from now on; there are {left}" for name in gone
+    ]
+    served = after.model.name
+    for model in after.pricing.models:
+        if model != served and model not in before.pricing.models:
+            said.append(
+                f"pricing.models.{model}: this service serves {served} and bills nothing by it; it counts where a "
+                "replayed log names that model"
+            )
+    return said
 
 
 def roll_back(start: Config, history: History, to: int | None, based_on: int | None, **by: Any) -> Version:

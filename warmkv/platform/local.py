@@ -7,6 +7,7 @@ import os
 import random
 import re
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from warmkv.config import Config, ModelConfig, parse
+from warmkv.config import Config, ConfigError, ModelConfig, parse
 from warmkv.faults import UserError
 from warmkv.platform.document import serve_document
 from warmkv.platform.listening import check_listening
@@ -138,6 +139,7 @@ def start_ray(config: Config, metrics_port: int = 0) -> None:
 
     clusters = [group.cluster for group in config.groups().values()]
     cpus = sum(cluster.most_replicas * cluster.cpus_per_replica for cluster in clusters)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address="local",
@@ -153,6 +155,14 @@ def start_ray(config: Config, metrics_port: int = 0) -> None:
         logs = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "session_latest" / "logs"
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise StartError(f"Ray did not start: {why} On a busy machine try again; its logs are in {logs}") from error
+    except SystemExit:  # by its own handler of SIGTERM
+        ray.shutdown()
+        raise KeyboardInterrupt from None
+    finally:
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # only there Ray handles it, with a stack and an abort
+            signal.signal(signal.SIGTERM, on_sigterm)
     wanted = sum(cluster.replicas * cluster.gpus_per_replica for cluster in clusters)
     found = ray.cluster_resources().get("GPU", 0)
     if wanted > found:
@@ -232,6 +242,25 @@ def memory_plans(config: Config, seconds: float) -> list[str]:
         if len(plans) >= config.first_replicas or time.monotonic() > until:
             return plans
         time.sleep(0.05)
+
+
+def live_config_fault(config: Config) -> str:
+    """Return why the kept version of the live configuration is not in force; `` where it is. Ray must be started."""
+    import ray
+
+    from warmkv.platform.control import control_name
+    from warmkv.platform.live_config import in_force
+    from warmkv.platform.named_actors import NAMESPACE
+
+    with suppress(ValueError, ray.exceptions.RayError):  # it restarts, or is busy
+        control = ray.get_actor(control_name(config.cluster.application), namespace=NAMESPACE)
+        status = ray.get(control.status.remote(), timeout=5)
+        try:
+            in_force(config, status["current"])
+        except ConfigError as error:
+            return str(error)
+        return str(status["fault"] or "")
+    return ""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from warmkv.config import Config, ConfigError
-from warmkv.platform.local import memory_plans, metrics_addresses, running
+from warmkv.platform.local import live_config_fault, memory_plans, metrics_addresses, running
 from warmkv.platform.operator_key import kept
 from warmkv.platform.tenants import warn_of_salt
 from warmkv.prefixes.index import HEARTBEAT_SECONDS
@@ -38,6 +38,8 @@ def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         _explain(service.url, config, console)
+        if fault := live_config_fault(config):
+            console.print(f"\n{fault}", style="red")
         try:
             path = stack.enter_context(kept(service.port, service.operator_key))
             says = f"warmkv policy show --url {service.url}    # your key as its operator is in {path}"

@@ -41,8 +41,8 @@ def check_device(name: str) -> None:
         device = resolve_device(name)
     except RuntimeError as error:
         raise DeviceError(f"{name!r} is no device: {str(error).splitlines()[0]}; try cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"torch finds no GPU for device {name}; try --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"torch finds no GPU for device {name}; try cpu")
 
 
 def plan_replica(model: LoadedModel, engine: EngineConfig, cache: PrefixCacheConfig, share: float = 1.0) -> MemoryPlan:

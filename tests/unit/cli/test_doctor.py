@@ -57,6 +57,23 @@ def doctor(*settings: str, metrics_port: int = 0) -> tuple[int, dict[str, tuple[
     return result.exit_code, {one["what"]: (one["state"], one["detail"]) for one in json.loads(result.stdout)}
 
 
+@pytest.mark.parametrize(
+    ("setting", "module", "extra"),
+    [
+        ("engine.kind=vllm", "vllm", "vllm"),
+        ("cluster.groups.fast.engine.kind=vllm", "vllm", "vllm"),
+        ("control.whatif.quality=evaluated", "pyarrow", "eval"),
+    ],
+)
+def test_what_the_settings_need_is_no_option(monkeypatch, setting, module, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert run().exit_code == 0
+    code, found = doctor(setting)
+    assert code == 1
+    assert [what for what, (state, _) in found.items() if state == "failed"] == [f"extra {extra}"]
+    assert f"lacks {module}" in found[f"extra {extra}"][1]
+
+
 DISK = "prefix_cache.disk.memory_bytes=1MiB"
 OF_GROUP = "cluster.groups.small.prefix_cache.disk={memory_bytes: 1MiB, path: {}}"
 
@@ -202,3 +219,15 @@ def test_it_says_what_fails_and_ends_with_1(flag, what, says):
     last = json.loads(result.stdout)[-1]
     assert (last["what"], last["state"]) == (what, "failed")
     assert says in last["detail"]
+
+
+def test_it_says_that_there_is_no_gpu(monkeypatch):
+    """A group's is told beside the rest; without that of the settings nothing can be looked at."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    code, found = doctor("cluster.groups.fast.model.device=cuda")
+    assert code == 1
+    assert found["device of fast"] == ("failed", "torch finds no GPU for device cuda; try cpu")
+    assert found["self-check"][0] == "ok"
+    code, found = doctor("model.device=cuda:1")
+    assert (code, list(found)[-1]) == (1, "device")
+    assert found["device"] == ("failed", "torch finds no GPU for device cuda:1; try cpu")

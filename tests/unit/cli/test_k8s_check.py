@@ -30,9 +30,9 @@ def test_an_error_is_told_with_its_place_and_cure() -> None:
     broken.pod["terminationGracePeriodSeconds"] = 10
     done = check("-", text=broken.text)
     assert done.exit_code == 1
-    assert "error: a pod is killed after 10 s, and its replicas may take 70" in done.stdout
+    assert "error: a pod is killed after 10 s, and may take 80" in done.stdout
     assert "where: RayService/warmkv: spec.rayClusterConfig.workerGroupSpecs[h100]" in done.stdout
-    assert "to do: set it to 90 or more" in done.stdout
+    assert "to do: set it to 80 or more" in done.stdout
     assert "1 error, no notes" in done.stdout
 
 

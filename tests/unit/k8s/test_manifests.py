@@ -152,6 +152,15 @@ def test_render_command(tmp_path: Path) -> None:
         manifest.manifest(settings)
 
 
+@pytest.mark.parametrize("path", ["/models/none", "./none", "a/b/c", "two words"])
+def test_fetch_says_that_a_path_is_no_model(tmp_path: Path, path: str) -> None:
+    settings = tmp_path / "warmkv.yaml"
+    settings.write_text(f"model: {{path: {path}}}\n")
+    refused = CliRunner().invoke(app, ["k8s", "fetch", "-c", str(settings)])
+    assert refused.exit_code == 1
+    assert f"cannot fetch {path}: it is neither a folder nor a hub name" in refused.stderr
+
+
 def test_fetch_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub model is fetched in its revision; what has no safetensors is refused, and a folder stays where it is."""
     asked = []

@@ -65,17 +65,24 @@ def not_autoscaled(manifests: Manifests) -> None:
 
 
 def add_log_volume(read_only: bool) -> Break:
+    return add_volume("logs", "/var/log/warmkv", {"emptyDir": {}}, read_only)
+
+
+def add_volume(name: str, path: str, kind: dict[str, Any], read_only: bool = False, init: bool = False) -> Break:
+    """Mount a volume in all pods, and in their init containers."""
+
     def change(manifests: Manifests) -> None:
-        for group in manifests.workers:
+        for group in [manifests.cluster["headGroupSpec"], *manifests.workers]:
             spec = group["template"]["spec"]
-            spec["volumes"].append({"name": "logs", "emptyDir": {}})
-            mount = {"name": "logs", "mountPath": "/var/log/warmkv", "readOnly": read_only}
-            spec["containers"][0]["volumeMounts"].append(mount)
+            spec["volumes"].append({"name": name, **kind})
+            for box in [*spec["containers"][:1], *(spec.get("initContainers", ()) if init else ())]:
+                box["volumeMounts"].append({"name": name, "mountPath": path, "readOnly": read_only})
 
     return change
 
 
 LOG = rendered("gateway access_log", "/var/log/warmkv/access.jsonl")
+PACKS = rendered("prefix_cache packs", ["/packs/handbook"])
 WORKER = "workerGroupSpecs[l40s].template.spec.containers[ray-worker]"
 PROBE = "wget -q -O /dev/null http://localhost:9000/readyz"
 BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
@@ -202,6 +209,23 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
         "control.path is /var/lib/warmkv",
         "mount",
     ),
+    "packs on an empty volume": (
+        both(PACKS, add_volume("packs", "/packs", {"emptyDir": {}})),
+        "read_files",
+        WORKER,
+        "prefix_cache.packs has /packs/handbook, and what is mounted there, packs, begins empty: no replica starts",
+        "an init container",
+    ),
+    "an evaluation on an empty volume": (
+        both(
+            rendered("control", {"whatif": {"quality": "/eval/results.parquet"}}),
+            add_volume("eval", "/eval", {"emptyDir": {}}),
+        ),
+        "read_files",
+        "headGroupSpec",
+        "control.whatif.quality has /eval/results.parquet",
+        "mount a volume",
+    ),
     "a subPath": (
         head(f"{BOX} volumeMounts 0 subPath", "tenants.yaml"),
         "tenants_mount",
@@ -270,6 +294,10 @@ FINE: dict[str, Break] = {
     ),
     "a log on a volume": both(LOG, add_log_volume(False)),
     "a log on standard output": rendered("gateway access_log", "/dev/stdout"),
+    "packs on a volume that has them": both(
+        PACKS, add_volume("packs", "/packs", {"persistentVolumeClaim": {"claimName": "packs"}})
+    ),
+    "packs that an init container fetches": both(PACKS, add_volume("packs", "/packs", {"emptyDir": {}}, init=True)),
     "a budget that is met": one(*BUDGET, "spec minAvailable", 2),
     "a budget by expressions": one(
         *BUDGET, "spec selector", {"matchExpressions": [{"key": "a", "operator": "DoesNotExist"}]}
@@ -282,6 +310,19 @@ def test_what_is_fine_is_not_told(change: Break) -> None:
     manifests = overlay("production").copy()
     change(manifests)
     assert told(manifests) == []
+
+
+def test_what_only_the_image_can_bring_is_a_note() -> None:
+    """Packs concern the pods in which their replicas can run, an evaluation all."""
+    manifests = overlay("production").copy()
+    rendered("cluster groups", {"small": {"prefix_cache": {"packs": ["/packs/handbook"]}}})(manifests)
+    found = told(manifests)
+    assert [(finding.rule, finding.level) for finding in found] == [("read_files", "note")] * 2
+    assert all("workerGroupSpecs" in finding.where for finding in found)
+    assert "cluster.groups.small.prefix_cache.packs has /packs/handbook, where nothing is mounted" in found[0].what
+    manifests = overlay("production").copy()
+    rendered("control", {"whatif": {"quality": "/eval/results.parquet"}})(manifests)
+    assert [(finding.rule, finding.level) for finding in told(manifests)] == [("read_files", "note")] * 3
 
 
 def test_a_budget_for_a_single_pod_is_a_note() -> None:

@@ -80,6 +80,19 @@ def test_chunks_are_no_longer_than_the_longest_prompt(model):
     assert {m.tokens for m in measured if m.phase == "prefill"} == {25, 50, 100, 200}
 
 
+def test_a_grid_that_is_too_small_is_refused_before_it_is_measured(model):
+    """By the same count, and of the same steps, as the fit would."""
+    plan = ProfilePlan(policies=("full",), lengths=(64, 96, 144), batches=(1, 2), repeats=1)
+    profiler = Profiler(plan, model, ENGINE)
+    with pytest.raises(MeasureError) as before:
+        profiler.check()
+    with pytest.raises(MeasureError) as after:
+        profiling.fits(profiler.run(lambda what: None), ["full"])
+    assert str(before.value) == str(after.value)
+    assert "measured steps are too few to fit; take at least" in str(before.value)
+    Profiler(PLAN, model, ENGINE).check()
+
+
 def test_a_grid_that_is_too_small_is_refused(model):
     one = [
         Measurement(policies=("full",), phase=phase, tokens=1, context=64, seconds=1, least=1, most=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 import requests
 from typer.testing import CliRunner
 
-from tests.polling import PATIENCE
-from tests.unit.platform.conftest import OPERATOR
+from tests.polling import PATIENCE, until
+from tests.unit.platform.conftest import OPERATOR, Server
 from warmkv import telemetry
 from warmkv.cli import app
+from warmkv.config import load
 from warmkv.platform import operator_key
-from warmkv.platform.live_config import LIVE, Version, described
+from warmkv.platform.live_config import LIVE, History, Version, described
+from warmkv.platform.live_config_store import FolderStore
+from warmkv.platform.operator_key import with_operator
 from warmkv.platform.tenants import hash_key
 
 LONG = "for position in range(length):\n    total += position\n" * 40
@@ -270,6 +274,30 @@ def test_the_command_says_what_is_wrong(tuned):
         assert (done.exit_code, says in done.stderr) == (code, True), (args, done.output, done.stderr)
 
 
+def test_what_may_not_be_meant_is_warned_of(tuned):
+    """A TTL that goes, and prices that bill nothing: told once, by what is new in them."""
+    url = ("--why", "x", "--url", tuned.url)
+    done = run("set", "pricing.models={nomodel: {input: 1}, tiny: {input: 2}}", "prefix_cache.ttls={5m: 300}", *url)
+    assert done.exit_code == 0
+    told = " ".join(done.stderr.split())
+    assert "warning: requests that mark a prefix with the TTL '1h' are refused from now on; there are 5m" in told
+    assert "warning: pricing.models.nomodel: this service serves tiny and bills nothing by it" in told
+    assert told.count("warning: ") == 2
+    with pytest.raises(Exception, match="'1h' is not one of '5m'"):
+        ask(tuned, LONG, "1h")
+    assert put(tuned, {"pricing.models.nomodel.input": 3})["warnings"] == []
+    assert "warnings" not in get(tuned)
+    (warning,) = (roll_back(tuned, to=0), put(tuned, {"prefix_cache.ttls": {"5m": 300}}))[1]["warnings"]
+    assert "'1h'" in warning
+
+
+def test_a_setting_that_is_given_twice_is_refused(tuned):
+    before = get(tuned)
+    done = run("set", "pricing.input=4", " pricing.input =5", "--why", "x", "--url", tuned.url)
+    assert (done.exit_code, "pricing.input is given twice" in done.stderr) == (2, True)
+    assert get(tuned) == before
+
+
 def test_a_change_is_a_metric_that_says_who_what_and_why(tuned):
     info = telemetry.LIVE_CONFIG_CHANGE.name
     why = 'memory "is" short\n' + 100 * "long "
@@ -280,3 +308,32 @@ def test_a_change_is_a_metric_that_says_who_what_and_why(tuned):
     assert (changed["why"][:22], len(changed["why"]), changed["why"][-3:]) == ('memory "is" short long', 200, "...")
     assert (back["what"], back["why"]) == (f"back to version {number - 1}", "test")
     assert described(Version(number=1, why=""))["why"] == "not given"  # Grafana would show an empty label's name
+
+
+def test_a_kept_version_that_does_not_fit_is_told_with_the_way_out(tmp_path):
+    """As after a start with other settings: `1h` has a lifetime by the version, and no price by the settings."""
+    kept = History(
+        versions=(Version(number=1, settings={"prefix_cache.ttls": {"5m": 300, "1h": 1800}}, why="shorter"),)
+    )
+    FolderStore(tmp_path).write("warmkv-policy.json", kept.model_dump_json().encode())
+    flags = ["engine.threads=1", "prefix_cache.ttls={5m: 300}", "pricing.write={5m: 1.25}"]
+    config = load(flags=flags, environ={})
+    config = config.model_copy(update={"gateway": with_operator(config.gateway, OPERATOR["x-api-key"])})
+    server = Server(config, time.monotonic, tmp_path)
+    url = ("--url", server.url)
+    try:
+        until(lambda: get(server)["parts"]["only"]["fault"], "the gateway has said what it cannot take")
+        shown = run("show", *url).output.splitlines()
+        assert shown[:2] == ["version 1: shorter", "it is not in force, version 0 is:"]
+        assert "version 1 of the live configuration, kept from before, does not fit the settings at start" in shown[2]
+        assert "no multiplier for the TTL '1h'" in shown[2]
+        assert "`warmkv policy rollback --to 0` goes back to these" in shown[2]
+        refused = run("set", "compression.policy=h2o@0.5", "--why", "x", *url)
+        assert refused.exit_code == 2
+        assert shown[2] in " ".join(refused.stderr.split())
+        back = run("rollback", "--to", "0", "--why", "as started", *url)
+        assert back.exit_code == 0
+        assert "not in force" not in back.output
+        assert run("set", "compression.policy=h2o@0.5", "--why", "x", *url).exit_code == 0
+    finally:
+        server.stop()

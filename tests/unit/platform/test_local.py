@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 
-from warmkv.config import ModelConfig
-from warmkv.platform.local import check_model, told_start
+from warmkv.config import Config, ModelConfig
+from warmkv.platform.local import check_model, start_ray, told_start
 from warmkv.replicas.block_store.packs import PackError
 from warmkv.replicas.protocol import EngineError
 
@@ -55,6 +57,29 @@ def test_a_start_that_fails_otherwise_is_told_whole(error: Exception) -> None:
     for reasons in ([traceback_of(error)], [traceback_of(PackError("pack p: no room")), traceback_of(error)]):
         assert told_start("Deploying failed.", reasons) == "\n".join(["Deploying failed.", *reasons])
     assert told_start("Deploying failed.", []) == "Deploying failed."
+
+
+def test_sigterm_is_handled_as_before_once_ray_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray installs a handler of its own, which would end the process with a stack of C++ and leave its own behind."""
+    before, stopped = signal.getsignal(signal.SIGTERM), list[bool]()
+
+    def init(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+
+    def interrupted(**_: Any) -> None:
+        init()
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.cluster_resources", dict)
+    monkeypatch.setattr("ray.shutdown", lambda: stopped.append(True))
+    start_ray(Config())
+    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.setattr("ray.init", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_ray(Config())
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert stopped == [True]
 
 
 def test_a_name_that_the_hub_does_not_have_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ def profile(
 
     plan = plan.on(context_limit(settings, loaded.max_context), settings.model.name)
     profiler = profiling.Profiler(plan, loaded, settings.engine)
+    profiler.check()
     with steps(profiler.measurements, begun=-1) as progress:
         measured = profiler.run(lambda what: progress(what, 1))
     result = documents.profile_document(measured, plan, settings, loaded, found)

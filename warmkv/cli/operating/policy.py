@@ -18,7 +18,7 @@ from warmkv.config import GatewayConfig, read_value
 from warmkv.platform.operator_key import read_key
 from warmkv.policies.compression import tables
 from warmkv.policy_spec import METHODS, STORAGES
-from warmkv.terminal import is_standard, plain_table, show_table
+from warmkv.terminal import errors, is_standard, plain_table, show_table
 
 TIMEOUT_SECONDS = 30.0
 _DEFAULTS = GatewayConfig()
@@ -74,6 +74,8 @@ def set_(
         setting, equals, text = change.partition("=")
         if not equals:
             fail(f"{change}: write it as section.key=value, as in compression.policy=snapkv@0.2")
+        if setting.strip() in wanted:
+            fail(f"{setting.strip()} is given twice")
         wanted[setting.strip()] = read_value(setting, text)
     _tell(_call("PUT", url, key, body=_without_none(changes=wanted, why=why, version=based_on)), output)
 
@@ -207,15 +209,22 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def _tell(policy: dict[str, Any], output: JsonOptions) -> None:
+    said_by = policy["parts"].values()
+
     def show() -> None:
         print(_headline(policy))
+        if faults := dict.fromkeys(said["fault"] for said in said_by if said["fault"]):
+            in_force = ", ".join(dict.fromkeys(str(said["version"]) for said in said_by))
+            print("\n".join([f"it is not in force, version {in_force} is:", *faults]))
         _lines(policy["settings"])
         for part, said in sorted(policy["parts"].items()):
-            print(f"gateway {part}: version {said['version']}" + (f"; {said['fault']}" if said["fault"] else ""))
+            print(f"gateway {part}: version {said['version']}")
         if policy["fault"]:
             print(policy["fault"])
 
     output.give(policy, show)
+    for warning in policy.get("warnings", ()):
+        errors.print(f"warning: {warning}", style="yellow")
 
 
 def _headline(version: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from warmkv.platform.gateway.apis.schema import Body, parse
 from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import Service
-from warmkv.platform.live_config import StaleVersionError, UnknownVersionError, values
+from warmkv.platform.live_config import StaleVersionError, UnknownVersionError, in_force, values, warnings
 from warmkv.platform.live_config_store import StoreError
 from warmkv.platform.tenants import Caller
 
@@ -54,11 +54,11 @@ def add_policy_endpoints(
     async def read(request: Request, model: type[B]) -> B:
         return await intake.take(request, lambda data, _: parse(data, model, limits))
 
-    def shown(status: dict[str, Any]) -> Response:
+    def shown(status: dict[str, Any], **more: Any) -> Response:
         current = status["current"].model_dump(mode="json")
-        in_force = {"changed": current.pop("settings"), "settings": values(service.policy.config)}
+        live = {"changed": current.pop("settings"), "settings": values(service.policy.config)}
         number = current.pop("number")
-        answer = {"version": number, **current, **in_force, **_without_current(status)}
+        answer = {"version": number, **current, **live, **_without_current(status), **more}
         return JSONResponse(answer, headers={"etag": f'"{number}"'})
 
     async def next_version(
@@ -66,7 +66,7 @@ def add_policy_endpoints(
     ) -> Response:
         """Have a version made on the one that the request is based on, and note what came of it."""
         about(request, what, body.why)
-        based_on = _based_on(request.headers.get("if-match"), body.version)
+        based_on, before = _based_on(request.headers.get("if-match"), body.version), service.policy.config
         try:
             with refusals(REFUSED):
                 status = await make(based_on)
@@ -75,7 +75,7 @@ def add_policy_endpoints(
                 raise ApiError(error.type, error.message, status=412) from None  # as If-Match has it
             raise
         came_of(request, f"version {status['current'].number}")
-        return shown(status)
+        return shown(status, warnings=warnings(before, in_force(start, status["current"])))
 
     @app.get("/v1/warmkv/policy")
     async def get_policy(request: Request) -> Response:

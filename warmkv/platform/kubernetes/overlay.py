@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from warmkv.config import Config, put
 from warmkv.model_shape import ModelShape
 from warmkv.platform import manifest
-from warmkv.platform.drain import seconds_to_drain
+from warmkv.platform.drain import END_SECONDS, seconds_to_drain
 from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS, pod_memory
 from warmkv.platform.kubernetes.rendered import GPU
 from warmkv.simulator.studies.sweeps.grid import Configure, Settings, point
@@ -23,9 +24,6 @@ ACCESS = {"host": "0.0.0.0", "tenants_file": "/etc/warmkv/tenants/tenants.yaml"}
 GROUP = "/spec/rayClusterConfig/workerGroupSpecs/0"
 CPUS = 4
 """Of a worker pod for each replica: its engine, and what tokenizes beside it."""
-
-SPARE_SECONDS = 20
-"""Of a pod's grace period, for Ray to end."""
 
 
 def write_overlay(
@@ -86,7 +84,7 @@ def _workers(config: Config, shape: ModelShape) -> list[dict[str, Any]]:
         "memory": f"{pod_memory(config, shape, on_a_pod, True) >> 30}Gi",
         GPU: str(max(1, round(cluster.gpus_per_replica))),
     }
-    grace = int(seconds_to_drain(config)) + SPARE_SECONDS
+    grace = math.ceil(seconds_to_drain(config) + END_SECONDS)
     changes: dict[str, Any] = {f"{GROUP}/{key}": pods for key in ("replicas", "minReplicas", "maxReplicas")}
     changes[f"{GROUP}/template/spec/terminationGracePeriodSeconds"] = grace
     changes["/spec/rayClusterDeletionDelaySeconds"] = grace + 30

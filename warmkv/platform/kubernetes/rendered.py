@@ -142,7 +142,7 @@ class RenderedService:
 
     @cached_property
     def cluster(self) -> Object:
-        return _mapping(_mapping(self.resource.get("spec")).get("rayClusterConfig"))
+        return mapping(mapping(self.resource.get("spec")).get("rayClusterConfig"))
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -150,7 +150,7 @@ class RenderedService:
         at = f"{self.where}: spec.rayClusterConfig"
         scales = bool(self.cluster.get("enableInTreeAutoscaling"))
         found = []
-        if head := _mapping(self.cluster.get("headGroupSpec")):
+        if head := mapping(self.cluster.get("headGroupSpec")):
             found.append(self._group("head", True, head, f"{at}.headGroupSpec", scales))
         for number, group in enumerate(self.cluster.get("workerGroupSpecs") or ()):
             name = str(group.get("groupName", number))
@@ -162,16 +162,16 @@ class RenderedService:
         return tuple(group for group in self.groups if not group.head)
 
     def _group(self, name: str, head: bool, spec: Object, at: str, scales: bool) -> Group:
-        template = _mapping(spec.get("template"))
-        labels = _mapping(_mapping(template.get("metadata")).get("labels"))
-        namespace = str(_mapping(self.resource.get("metadata")).get("namespace", ""))
-        pods = Pods(f"{at}.template.spec", _mapping(template.get("spec")), labels, namespace)
+        template = mapping(spec.get("template"))
+        labels = mapping(mapping(template.get("metadata")).get("labels"))
+        namespace = str(mapping(self.resource.get("metadata")).get("namespace", ""))
+        pods = Pods(f"{at}.template.spec", mapping(template.get("spec")), labels, namespace)
         return Group(name, head, pods, spec, scales)
 
     @cached_property
     def document(self) -> Object:
         """Return the Serve document. Raises ConfigError where there is none, or it cannot be read."""
-        text = _mapping(self.resource.get("spec")).get("serveConfigV2")
+        text = mapping(self.resource.get("spec")).get("serveConfigV2")
         if not isinstance(text, str) or not text.strip():
             raise ConfigError("there is none")
         try:
@@ -223,13 +223,13 @@ class RenderedManifests:
         """Return the pods of every object that makes some."""
         found = [group.pods for service in self.services for group in service.groups]
         for one in self.objects:
-            spec, namespace = _mapping(one.get("spec")), str(_mapping(one.get("metadata")).get("namespace", ""))
+            spec, namespace = mapping(one.get("spec")), str(mapping(one.get("metadata")).get("namespace", ""))
             if one["kind"] == "Pod":
                 found.append(Pods(f"{name_of(one)}: spec", spec, _labels(one), namespace))
             if one["kind"] in TEMPLATED:
-                template = _mapping(spec.get("template"))
+                template = mapping(spec.get("template"))
                 at = f"{name_of(one)}: spec.template.spec"
-                found.append(Pods(at, _mapping(template.get("spec")), _labels(template), namespace))
+                found.append(Pods(at, mapping(template.get("spec")), _labels(template), namespace))
         return tuple(found)
 
     def find(self, kind: str, name: str) -> Object | None:
@@ -278,7 +278,7 @@ def read(text: str, fields: Mapping[str, Fields], model: ModelShape | None = Non
     if not objects:
         raise RenderError("there is nothing in it")
     for one in objects:
-        if not _mapping(one.get("metadata")).get("name"):
+        if not mapping(one.get("metadata")).get("name"):
             raise RenderError(f"a {one['kind']} has no metadata.name")
         if one["kind"] == "Kustomization":
             raise RenderError("this is a Kustomization, which is not rendered yet: give its folder")
@@ -315,9 +315,10 @@ def quantity(text: object) -> float | None:
     return float(match[1]) * _UNITS[match[2] or ""] if match else None
 
 
-def _mapping(value: object) -> Object:
+def mapping(value: object) -> Object:
+    """Return a mapping as it is, and an empty one for what is none: types may be wrong."""
     return value if isinstance(value, dict) else {}
 
 
 def _labels(template: Object) -> Mapping[str, str]:
-    return _mapping(_mapping(template.get("metadata")).get("labels"))
+    return mapping(mapping(template.get("metadata")).get("labels"))

@@ -6,20 +6,21 @@ that hold settings against other objects are in `settings_rules.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from warmkv.config import Config, ConfigError
+from warmkv.config import ClusterConfig, Config, ConfigError, place_in
 from warmkv.gpus import CATALOGUE, Gpu
-from warmkv.platform.drain import seconds_to_drain
-from warmkv.platform.kubernetes import fields, memory
+from warmkv.platform.drain import END_SECONDS, seconds_to_drain
+from warmkv.platform.kubernetes import fields, memory, packing
+from warmkv.platform.kubernetes.file_rules import disk_tier, whole_gib
 from warmkv.platform.kubernetes.findings import Rule, RuleFinding, Told
 from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS
 from warmkv.platform.kubernetes.references import Reference, keys_of, references_of
 from warmkv.platform.kubernetes.rendered import (
     GPU,
     Group,
-    Object,
     RenderedManifests,
     RenderedService,
     name_of,
@@ -28,7 +29,7 @@ from warmkv.platform.kubernetes.rendered import (
 from warmkv.platform.kubernetes.settings_rules import OPERATORS_LABELS, SETTINGS_RULES
 from warmkv.platform.listening import check_listening, is_loopback
 from warmkv.platform.tenants import SALT_ENV
-from warmkv.policies.memory_plan import GIB, MemoryPlanError, amount
+from warmkv.policies.memory_plan import MemoryPlanError, amount
 
 DEFAULT_GRACE = 30  # seconds, where a pod says nothing
 DEFAULT_DELETION_DELAY = 60  # seconds, of KubeRay
@@ -170,16 +171,18 @@ def images(rendered: RenderedManifests) -> Told:
 def gpu_workers(rendered: RenderedManifests) -> Told:
     """Find replicas that ask for GPUs where no worker group has any, and the reverse."""
     for service, config in rendered.configured:
-        asked = max(kind.cluster.gpus_per_replica for kind in config.groups().values())
+        asked = {name: kind.cluster.gpus_per_replica for name, kind in config.groups().items()}
         with_gpu = [group for group in service.workers if group.gpus]
-        if asked and not with_gpu:
-            yield (
-                f"{service.where}: spec.rayClusterConfig.workerGroupSpecs",
-                f"a replica asks for {asked:g} GPU (cluster.gpus_per_replica), and no worker group has one",
-                f"give a worker group a limit for {GPU}, or set cluster.gpus_per_replica to 0",
-            )
+        for name, gpus in asked.items():
+            if gpus and not with_gpu:
+                setting = place_in(name, "cluster.gpus_per_replica")
+                yield (
+                    f"{service.where}: spec.rayClusterConfig.workerGroupSpecs",
+                    f"a replica asks for {gpus:g} GPU ({setting}), and no worker group has one",
+                    f"give a worker group a limit for {GPU}, or set {setting} to 0",
+                )
         for group in with_gpu:
-            if not asked:
+            if not any(asked.values()):
                 what = f"the group has {group.gpus:g} GPU a pod, and replicas ask for none, so they would stay unused"
                 yield group.where, what, "set cluster.gpus_per_replica to 1 in warmkv.yaml, and render again"
 
@@ -197,26 +200,37 @@ def group_sizes(rendered: RenderedManifests) -> Told:
 
 
 def replicas_fit(rendered: RenderedManifests) -> Told:
-    """Find more replicas than the worker groups hold."""
-    for service, config in _kinds(rendered):
-        cluster = config.cluster
-        if cluster.gpus_per_replica and not any(group.gpus for group in service.groups):
-            continue  # gpu_workers tells
-        rooms = {group.name: group.most_pods * group.replicas_on_a_pod(config) for group in service.groups}
-        held = sum(rooms.values())
-        if cluster.most_replicas > held:
-            asked = f"{cluster.cpus_per_replica:g} CPU" + (
-                f" and {cluster.gpus_per_replica:g} GPU" if cluster.gpus_per_replica else ""
-            )
-            groups = ", ".join(f"{name} {room}" for name, room in rooms.items())
-            setting = "cluster.autoscaling.max_replicas" if cluster.autoscaling else "cluster.replicas"
-            scales = any(group.autoscaled for group in service.groups)
-            yield (
-                f"{service.where}: spec.rayClusterConfig.workerGroupSpecs",
-                f"{cluster.most_replicas} replicas are asked for ({setting}), each with {asked}, and the pods have "
-                f"room for {held} ({groups})",
-                f"raise {'maxReplicas' if scales else 'replicas'} of a worker group, or the CPUs and GPUs of its pods",
-            )
+    """Find more replicas, of all kinds together, than the pods hold."""
+    for service, config in rendered.configured:
+        has_gpus = any(group.gpus for group in service.groups)
+        kinds = {
+            name: kind for name, kind in config.groups().items() if has_gpus or not kind.cluster.gpus_per_replica
+        }  # of the others gpu_workers tells
+        packed = packing.pack(service, kinds)
+        if not packed.left:
+            continue
+        asked = "; ".join(_asked(name, kind.cluster) for name, kind in kinds.items())
+        rooms = ", ".join(f"{group.name} {packed.placed[group.name]}" for group in service.groups)
+        lacking = " and ".join(
+            f"{count} of {_number(name, kinds[name].cluster)}" for name, count in packed.left.items()
+        )
+        scales = any(group.autoscaled for group in service.groups)
+        yield (
+            f"{service.where}: spec.rayClusterConfig.workerGroupSpecs",
+            f"{sum(kind.cluster.most_replicas for kind in kinds.values())} replicas are asked for ({asked}), and the "
+            f"pods have room for {packed.placed.total()} ({rooms}), none for {lacking}",
+            f"raise {'maxReplicas' if scales else 'replicas'} of a worker group, or the CPUs and GPUs of its pods",
+        )
+
+
+def _asked(name: str, cluster: ClusterConfig) -> str:
+    gpus = f" and {cluster.gpus_per_replica:g} GPU" if cluster.gpus_per_replica else ""
+    return f"{_number(name, cluster)} {cluster.most_replicas}, each with {cluster.cpus_per_replica:g} CPU{gpus}"
+
+
+def _number(name: str, cluster: ClusterConfig) -> str:
+    """Return the setting that says how many replicas of a kind there may be."""
+    return place_in(name, "cluster.autoscaling.max_replicas" if cluster.autoscaling else "cluster.replicas")
 
 
 def memory_fits(rendered: RenderedManifests) -> Told:
@@ -238,13 +252,15 @@ def memory_fits(rendered: RenderedManifests) -> Told:
                 if (needed := sum(line.bytes for line in lines)) > limit:
                     parts = ", ".join(f"{line.name} {amount(line.bytes)}" for line in lines)
                     what = f"the pod may take {amount(int(limit))} of host memory, and needs {amount(needed)}: {parts}"
-                    yield at, what, f"raise it to {_whole(needed)}Gi or more"
+                    yield at, what, f"raise it to {whole_gib(needed)}Gi or more"
             else:
                 planned = memory.plan_in_pod(config, rendered.model, int(limit), replicas)
                 try:
                     planned.check()
                 except MemoryPlanError as error:
-                    todo = f"raise it to {_whole(planned.needed * replicas)}Gi or more, or lower the sizes that are set"
+                    todo = (
+                        f"raise it to {whole_gib(planned.needed * replicas)}Gi or more, or lower the sizes that are set"
+                    )
                     yield at, str(error).splitlines()[0] + f" ({planned.summary})", todo
             yield from _on_gpu(group, config, rendered)
 
@@ -262,39 +278,6 @@ def _on_gpu(group: Group, config: Config, rendered: RenderedManifests) -> Told:
         yield f"{group.pods.where}.nodeSelector", what, todo
 
 
-def _whole(size: float) -> int:
-    return -(-int(size) // GIB)
-
-
-def disk_tier(rendered: RenderedManifests) -> Told:
-    """Find a disk tier whose folder is not mounted, or has no room for it."""
-    for service, config in rendered.configured:
-        disk = config.prefix_cache.disk
-        if disk.path is None or not config.prefix_cache.enabled:
-            continue
-        for group in service.workers:
-            replicas = group.replicas_on_a_pod(config)
-            if not replicas:
-                continue
-            mount = group.mount(str(disk.path))
-            volume = mount and group.volume(mount)
-            if volume is None:
-                todo = "mount a volume there, as the component disk-cache does"
-                yield group.where, f"nothing is mounted at prefix_cache.disk.path, {disk.path}", todo
-                continue
-            size = quantity(_size(volume))
-            if size is not None and size < (needed := replicas * int(disk.memory_bytes)):
-                what = f"the volume {volume['name']} has {amount(int(size))}, and the disk tier takes {amount(needed)}"
-                yield f"{group.pods.where}.volumes[{volume['name']}]", what, f"make it {_whole(needed)}Gi or more"
-
-
-def _size(volume: Object) -> str:
-    """Return the size that a volume of its pod's own is asked for with; `` where there is none."""
-    claim = ((volume.get("ephemeral") or {}).get("volumeClaimTemplate") or {}).get("spec") or {}
-    asked = ((claim.get("resources") or {}).get("requests") or {}).get("storage", "")
-    return str((volume.get("emptyDir") or {}).get("sizeLimit", asked))
-
-
 # --- ends and access
 
 
@@ -306,13 +289,15 @@ def grace_periods(rendered: RenderedManifests) -> Told:
         for group in service.workers:
             grace = group.pods.spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE)
             hook = (group.box.get("lifecycle") or {}).get("preStop")  # it waits for replacements to start elsewhere
-            needed = seconds_to_drain(config) if hook else drain + config.cluster.handover_seconds
-            if grace <= needed:
+            drained = seconds_to_drain(config) if hook else drain + config.cluster.handover_seconds
+            needed = math.ceil(drained + END_SECONDS)
+            if grace < needed:
                 yield (
                     f"{group.pods.where}.terminationGracePeriodSeconds",
-                    f"a pod is killed after {grace} s, and its replicas may take {needed:g}: cluster.drain_seconds "
-                    f"{drain:g}, a third of it to hand blocks over{', 30 for others to start' if hook else ''}",
-                    f"set it to {int(needed) + 20} or more",
+                    f"a pod is killed after {grace} s, and may take {needed}: cluster.drain_seconds {drain:g}, a "
+                    f"third of it to hand blocks over{', 30 for others to start' if hook else ''}, {END_SECONDS:g} for "
+                    "Ray to end",
+                    f"set it to {needed} or more",
                 )
             if delay < grace:
                 yield (

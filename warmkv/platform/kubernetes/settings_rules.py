@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
 from warmkv.config import Config, ConfigError, parse, strict_yaml
-from warmkv.platform.document import NOT_ON_THE_HEAD
+from warmkv.platform.kubernetes.file_rules import read_files, tenants_mount, written_files
 from warmkv.platform.kubernetes.findings import Rule, Told
 from warmkv.platform.kubernetes.references import references_of
 from warmkv.platform.kubernetes.rendered import (
@@ -22,6 +21,7 @@ from warmkv.platform.kubernetes.rendered import (
     Object,
     RenderedManifests,
     RenderedService,
+    mapping,
     name_of,
 )
 
@@ -30,10 +30,8 @@ SERVE_PORT = "serve"  # the name that KubeRay and the manifests give to the gate
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 PROBED = ("healthz", "readyz")  # what a gateway answers, behind its prefix
 PROBED_AT_THE_PROXY = "/-/healthz"
-WITHOUT_FOLDER = ("/dev", "/proc")  # as /dev/stdout: there on a read-only root, too
 OPERATORS_LABELS = "ray.io/"  # that KubeRay gives to pods, and templates do not have
 NODE_TYPE, GROUP = f"{OPERATORS_LABELS}node-type", f"{OPERATORS_LABELS}group"
-READ_ONLY_VOLUMES = ("configMap", "secret", "projected", "downwardAPI")
 _URL = re.compile(r"https?://(?:[\w.-]+|\[[0-9a-f:]+\])(?::(\d+))?(/[^\s'\"]*)")
 _PART = re.compile(r"(\d+)(h|ms|m|s)")
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
@@ -47,7 +45,7 @@ def settings_file(rendered: RenderedManifests) -> Told:
     for service, config in rendered.configured:
         names = {ref.name for group in service.groups for ref in references_of(group.pods) if ref.kind == "ConfigMap"}
         for name in sorted(names):
-            text = _mapping((rendered.find("ConfigMap", name) or {}).get("data")).get(SETTINGS_KEY)
+            text = mapping((rendered.find("ConfigMap", name) or {}).get("data")).get(SETTINGS_KEY)
             if text is None:
                 continue
             where = f"ConfigMap/{name}: data.{SETTINGS_KEY}"
@@ -101,7 +99,7 @@ def ports(rendered: RenderedManifests) -> Told:
     for service, config in rendered.configured:
         port = config.gateway.port
         listens = f"gateways listen on {port} (gateway.port)"
-        proxy = _mapping(service.document.get("http_options")).get("port", port)
+        proxy = mapping(service.document.get("http_options")).get("port", port)
         if proxy != port:
             what = f"Serve's proxy has port {proxy} (http_options.port), and {listens}"
             todo = f"write the document from {SETTINGS_KEY}: `warmkv k8s render -c {SETTINGS_KEY}`"
@@ -121,7 +119,7 @@ def ports(rendered: RenderedManifests) -> Told:
 
 def _service_ports(rendered: RenderedManifests, service: RenderedService, port: int) -> Told:
     """Compare the service for clients, and routes that lead to it."""
-    spec = _mapping(_mapping(service.resource["spec"].get("serveService")).get("spec"))
+    spec = mapping(mapping(service.resource["spec"].get("serveService")).get("spec"))
     entries = _mappings(spec.get("ports"))
     offered = {number for group in service.workers for number in _ports(group)}
     named = {name for group in service.workers for name in _ports(group).values()}
@@ -150,7 +148,7 @@ def route_timeouts(rendered: RenderedManifests) -> Told:
         longest = config.gateway.request_timeout_seconds
         for place, rule in _routed(rendered, service):
             for key in ("request", "backendRequest"):
-                text = _mapping(rule.get("timeouts")).get(key)
+                text = mapping(rule.get("timeouts")).get(key)
                 if (seconds := _seconds(text)) and seconds <= longest:
                     what = (
                         f"the route ends a request after {text}, and an answer may take {longest:g} s "
@@ -172,14 +170,14 @@ def _routed(rendered: RenderedManifests, service: RenderedService) -> Iterator[t
     """Yield the rules of HTTPRoutes that lead to the service for clients."""
     for one in rendered.objects:
         if one["kind"] == "HTTPRoute":
-            for number, rule in enumerate(_mappings(_mapping(one.get("spec")).get("rules"))):
+            for number, rule in enumerate(_mappings(mapping(one.get("spec")).get("rules"))):
                 if any(ref.get("name") == _client_service(service) for ref in _mappings(rule.get("backendRefs"))):
                     yield f"{name_of(one)}: spec.rules[{number}]", rule
 
 
 def _client_service(service: RenderedService) -> str:
     """Return the name of the Service that KubeRay points at the pods that serve."""
-    metadata = _mapping(_mapping(service.resource["spec"].get("serveService")).get("metadata"))
+    metadata = mapping(mapping(service.resource["spec"].get("serveService")).get("metadata"))
     return str(metadata.get("name") or f"{service.resource['metadata']['name']}-serve-svc")
 
 
@@ -191,67 +189,17 @@ def _ports(group: Group) -> dict[int, str]:
 def _probed(group: Group, probe: str, prefix: str) -> Iterator[int]:
     """Yield the ports at which a probe asks a gateway, or Serve's proxy."""
     paths = {PROBED_AT_THE_PROXY, *(f"{prefix.rstrip('/')}/{name}" for name in PROBED)}
-    asked = _mapping(group.box.get(probe))
-    http = _mapping(asked.get("httpGet"))
+    asked = mapping(group.box.get(probe))
+    http = mapping(asked.get("httpGet"))
     if http.get("path") in paths:
         numbers = {name: number for number, name in _ports(group).items()}
         port = str(numbers.get(http.get("port", ""), http.get("port")))
         if port.isdigit():
             yield int(port)
-    for word in _mapping(asked.get("exec")).get("command") or ():
+    for word in mapping(asked.get("exec")).get("command") or ():
         for port, path in _URL.findall(str(word)):
             if path in paths:
                 yield int(port or 80)
-
-
-# --- files
-
-
-def written_files(rendered: RenderedManifests) -> Told:
-    """Find an access log, or a folder of versions, that pods cannot write: nothing writable is mounted there."""
-    for service, config in rendered.configured:
-        settings = {"gateway.access_log": config.gateway.access_log, "control.path": config.control.path}
-        for setting, path in settings.items():
-            for group in service.groups:
-                if path is None or (setting == "gateway.access_log" and not _has_gateways(group)):
-                    continue
-                if why := _unwritable(group, path):
-                    todo = f"mount a volume there, in every group, or set {setting} to a path on one that is mounted"
-                    yield group.where, f"{setting} is {path}, and {why}", todo
-
-
-def _has_gateways(group: Group) -> bool:
-    return not group.head or any(
-        str(_mapping(group.spec.get("labels")).get(key)) != value.removeprefix("!")
-        for key, value in NOT_ON_THE_HEAD.items()
-    )
-
-
-def _unwritable(group: Group, path: Path) -> str:
-    """Say why the container that runs Ray cannot write to a path; `` where it can."""
-    if any(PurePosixPath(path).is_relative_to(folder) for folder in WITHOUT_FOLDER):
-        return ""
-    mount = group.mount(str(path))
-    if mount is None:
-        is_read_only = _mapping(group.box.get("securityContext")).get("readOnlyRootFilesystem") is True
-        return "nothing is mounted there, and the root file system is read-only" if is_read_only else ""
-    volume = group.volume(mount) or {}
-    if mount.get("readOnly") is True or any(kind in volume for kind in READ_ONLY_VOLUMES):
-        return f"what is mounted there, {mount.get('name')}, is read-only"
-    return ""
-
-
-def tenants_mount(rendered: RenderedManifests) -> Told:
-    """Find a tenants file that is mounted by `subPath`: a changed Secret never reaches such a file."""
-    for service, config in rendered.configured:
-        if (file := config.gateway.tenants_file) is None:
-            continue
-        for group in service.groups:
-            mount = group.mount(str(file)) or {}
-            if "subPath" in mount or "subPathExpr" in mount:
-                what = f"{file} (gateway.tenants_file) is mounted by subPath: pods would never see a changed Secret"
-                todo = f"mount the whole volume at {file.parent}, without subPath"
-                yield f"{group.where}.volumeMounts[{mount.get('name')}]", what, todo
 
 
 # --- ends and evictions
@@ -263,7 +211,7 @@ def drain_hook(rendered: RenderedManifests) -> Told:
         if not (drain := config.cluster.drain_seconds):
             continue
         for group in service.workers:
-            if not _mapping(group.box.get("lifecycle")).get("preStop"):
+            if not mapping(group.box.get("lifecycle")).get("preStop"):
                 what = (
                     f"nothing drains the pod before it ends, and streams may take {drain:g} s (cluster.drain_seconds)"
                 )
@@ -279,9 +227,9 @@ def budgets(rendered: RenderedManifests) -> Told:
     for one in rendered.objects:
         if one["kind"] != "PodDisruptionBudget":
             continue
-        spec = _mapping(one.get("spec"))
-        selector = _mapping(spec.get("selector"))
-        labels = _mapping(selector.get("matchLabels"))
+        spec = mapping(one.get("spec"))
+        selector = mapping(spec.get("selector"))
+        labels = mapping(selector.get("matchLabels"))
         chosen = [least for least, of in _pod_counts(rendered) if _selects(labels, of)]
         if selector.get("matchExpressions") or not chosen or None in chosen:
             continue  # no pods: `selectors` tells
@@ -318,18 +266,14 @@ def _pod_counts(rendered: RenderedManifests) -> Iterator[tuple[int | None, Mappi
             kind, name = ("head", "headgroup") if group.head else ("worker", group.name)
             yield group.least_pods, {**group.pods.labels, NODE_TYPE: kind, GROUP: name}
     for one in rendered.objects:
-        spec, template = _mapping(one.get("spec")), one
+        spec, template = mapping(one.get("spec")), one
         count: int | None = 1
         if one["kind"] in TEMPLATED:
-            template = _mapping(spec.get("template"))
+            template = mapping(spec.get("template"))
             count = None if one["kind"] in ("DaemonSet", "Job") else spec.get("replicas", 1)
         elif one["kind"] != "Pod":
             continue
-        yield count, _mapping(_mapping(template.get("metadata")).get("labels"))
-
-
-def _mapping(value: object) -> Object:
-    return value if isinstance(value, dict) else {}
+        yield count, mapping(mapping(template.get("metadata")).get("labels"))
 
 
 def _mappings(value: object) -> list[Object]:
@@ -341,6 +285,7 @@ SETTINGS_RULES: tuple[Rule, ...] = (
     ports,
     route_timeouts,
     written_files,
+    read_files,
     tenants_mount,
     drain_hook,
     budgets,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from warmkv.replicas.block_store.store import BlockStore
 
 AT_ONCE = 16
-"""Blocks that are copied at a time, and that may be on their way then: twice as many are written after the time at most."""
+"""Blocks copied at a time, and on their way meanwhile: at most twice as many are written after the time is over."""
 
 
 def spill(store: BlockStore, until: float, sleep: Callable[[float], None] = time.sleep) -> int:

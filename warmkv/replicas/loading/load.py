@@ -97,11 +97,15 @@ def fetch(config: ModelConfig) -> Path:
     weights as safetensors, and AdapterError where there is an adapter.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import HFValidationError, validate_repo_id  # type: ignore[attr-defined]
 
-    named = Path(model_path(config))
-    folder = (
-        named if named.exists() else Path(snapshot_download(str(named), revision=config.revision, allow_patterns=FILES))
-    )
+    folder = Path(model_path(config))
+    if not folder.exists():
+        try:
+            validate_repo_id(config.path)
+        except HFValidationError:
+            raise FileNotFoundError("it is neither a folder nor a hub name (model.path)") from None
+        folder = Path(snapshot_download(config.path, revision=config.revision, allow_patterns=FILES))
     check_adapter(folder)
     if not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"no *.safetensors in {config.path} (model.path)")

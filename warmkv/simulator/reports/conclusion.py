@@ -37,9 +37,9 @@ def duration(seconds: float) -> str:
     if math.isinf(seconds):
         return "unlimited"
     for size, unit in ((3600, "h"), (60, "m")):
-        if seconds >= size and seconds % size == 0:
+        if size <= seconds < size * 10**6 and seconds % size == 0:
             return f"{seconds / size:g}{unit}"
-    return f"{seconds:g}s"
+    return f"{seconds:.15g}s"
 
 
 def _about_ttl(results: Sequence[Result]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,6 +138,26 @@ def too_few_cpus(good: Overlay) -> None:
     good.settings["cluster"]["cpus_per_replica"] = 6
 
 
+def too_many_with_a_group(good: Overlay) -> None:
+    """Two pods have room for each kind alone."""
+    good.settings["cluster"] |= {"replicas": 1, "groups": {"small": {"cluster": {"replicas": 2}}}}
+
+
+def a_group_of_large_replicas(good: Overlay) -> None:
+    groups = {"large": {"cluster": {"cpus_per_replica": 8}}}
+    good.settings["cluster"] |= {"replicas": 1, "groups": groups}
+
+
+def group_without_gpu(good: Overlay) -> None:
+    without(good, {"gpus": {"cluster": {"gpus_per_replica": 1}}})
+
+
+def without(good: Overlay, groups: dict[str, Any]) -> None:
+    """Take the GPUs away, and add groups of replicas."""
+    del good.limits["nvidia.com/gpu"]
+    good.settings["cluster"] = {"replicas": 2, "groups": groups}
+
+
 def host_tier_too_large(good: Overlay) -> None:
     good.settings["prefix_cache"]["host"]["memory_bytes"] = "20GiB"
 
@@ -167,12 +188,25 @@ def disk_too_small(good: Overlay) -> None:
     good.pod["volumes"][1]["emptyDir"]["sizeLimit"] = "4Gi"
 
 
+def disk_of_a_group_not_mounted(good: Overlay) -> None:
+    disk = {"path": "/zz", "memory_bytes": "8GiB"}
+    groups = {"v": {"prefix_cache": {"disk": disk}}, "same": {"engine": {"max_slots": 4}}}
+    good.settings["cluster"] |= {"replicas": 1, "groups": groups}
+    good.worker["replicas"] = good.worker["maxReplicas"] = 4
+
+
 def killed_early(good: Overlay) -> None:
     good.settings["cluster"]["drain_seconds"] = 54
 
 
 def killed_while_others_start(good: Overlay) -> None:
     good.pod["terminationGracePeriodSeconds"] = 60
+
+
+def killed_while_ray_ends(good: Overlay) -> None:
+    """As docs/kubernetes.md says: 600, a third of it, 30 and 10."""
+    good.settings["cluster"]["drain_seconds"] = 600
+    good.pod["terminationGracePeriodSeconds"] = good.service["spec"]["rayClusterDeletionDelaySeconds"] = 839
 
 
 def deleted_early(good: Overlay) -> None:
@@ -243,9 +277,26 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (no_gpu, "gpu_workers", GROUPS, "asks for 1 GPU (cluster.gpus_per_replica), and no worker group has one", "limit"),
     (idle_gpu, "gpu_workers", BOX, "replicas ask for none", "gpus_per_replica to 1"),
     (crossed_sizes, "group_sizes", f"{GROUPS}[h100]", "minReplicas, replicas and maxReplicas are 3, 2 and 2", ""),
-    (too_many, "replicas_fit", GROUPS, "3 replicas are asked for (cluster.replicas), each", "raise replicas"),
-    (too_many_scaled, "replicas_fit", GROUPS, "1 GPU, and the pods have room for 3 (", "raise maxReplicas"),
+    (too_many, "replicas_fit", GROUPS, "3 replicas are asked for (cluster.replicas 3, each", "raise replicas"),
+    (too_many_scaled, "replicas_fit", GROUPS, "1 GPU), and the pods have room for 3 (", "raise maxReplicas"),
     (too_few_cpus, "replicas_fit", GROUPS, "room for 0 (head 0, h100 0)", "CPUs"),
+    (
+        too_many_with_a_group,
+        "replicas_fit",
+        GROUPS,
+        "3 replicas are asked for (cluster.replicas 1, each with 1 CPU and 1 GPU; "
+        "cluster.groups.small.cluster.replicas 2, each with 1 CPU and 1 GPU), and the pods have room for 2 "
+        "(head 0, h100 2), none for 1 of cluster.groups.small.cluster.replicas",
+        "raise replicas",
+    ),
+    (
+        a_group_of_large_replicas,
+        "replicas_fit",
+        GROUPS,
+        "room for 1 (head 0, h100 1), none for 1 of cluster.groups.large.cluster.replicas",
+        "CPUs",
+    ),
+    (group_without_gpu, "gpu_workers", GROUPS, "1 GPU (cluster.groups.gpus.cluster.gpus_per_replica)", "set cluster.g"),
     (host_tier_too_large, "memory_fits", f"{BOX}.resources.limits.memory", "host tier 20.00 GiB", "raise it to 23Gi"),
     (no_limit, "memory_fits", f"{BOX}.resources.limits.memory", "no limit", "16Gi"),
     (slots_beyond_the_gpu, "memory_fits", f"{POD}.nodeSelector", "does not fit its share of an H100-SXM", "lower"),
@@ -253,10 +304,12 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (unknown_model, "memory_fits", "RayService/warmkv", "sizes of nobody/knows-it are not known", "--model"),
     (disk_not_mounted, "disk_tier", BOX, "nothing is mounted at prefix_cache.disk.path, /var/warmkv/blocks", "mount"),
     (disk_too_small, "disk_tier", f"{POD}.volumes[blocks]", "has 4.00 GiB, and the disk tier takes 8.00 GiB", "8Gi"),
-    (killed_early, "grace_periods", f"{POD}.termination", "killed after 90 s, and its replicas may take 102", "122"),
-    (killed_while_others_start, "grace_periods", f"{POD}.termination", "60 s, and its replicas may take 70", "90"),
+    (disk_of_a_group_not_mounted, "disk_tier", BOX, "cluster.groups.v.prefix_cache.disk.path, /zz", "mount a volume"),
+    (killed_early, "grace_periods", f"{POD}.termination", "killed after 90 s, and may take 112", "112"),
+    (killed_while_others_start, "grace_periods", f"{POD}.termination", "60 s, and may take 80", "80"),
+    (killed_while_ray_ends, "grace_periods", f"{POD}.termination", "839 s, and may take 840", "set it to 840 or more"),
     (deleted_early, "grace_periods", "spec.rayClusterDeletionDelay", "after 45 s, and pods of the group h100", "90"),
-    (killed_by_default, "grace_periods", f"{POD}.termination", "killed after 30 s, and its replicas may take 70", "90"),
+    (killed_by_default, "grace_periods", f"{POD}.termination", "killed after 30 s, and may take 80", "80"),
     (no_tenants, "tenants", "gateway", "no tenants are configured", "tenants_file"),
     (everybody, "tenants", "gateway.allow_open", "every key is accepted", "tenants_file"),
     (nobody, "tenants", "gateway.host", "reached from within the pod only", "0.0.0.0"),
@@ -304,6 +357,24 @@ def test_what_takes_the_place_of_a_limit_is_read() -> None:
     overlay.settings["cluster"]["cpus_per_replica"] = 0.5
     overlay.service["spec"]["serveConfigV2"] = ""
     assert [finding.rule for finding in told(overlay)] == []
+
+
+def test_kinds_of_replicas_share_pods() -> None:
+    """Replicas without GPUs leave those that there are to the others, and a GPU has room for two halves."""
+    overlay = Overlay()
+    overlay.settings["cluster"] |= {
+        "cpus_per_replica": 2,
+        "groups": {
+            "halves": {"cluster": {"replicas": 2, "gpus_per_replica": 0.5, "cpus_per_replica": 0.5}},
+            "cpu": {"cluster": {"replicas": 1, "gpus_per_replica": 0, "cpus_per_replica": 3}},
+        },
+        "replicas": 1,
+    }
+    assert told(overlay) == []
+    overlay.settings["cluster"]["groups"]["cpu"]["cluster"]["replicas"] = 2
+    overlay.service["spec"]["serveConfigV2"] = ""
+    (finding,) = told(overlay)
+    assert "none for 1 of cluster.groups.cpu.cluster.replicas" in finding.what
 
 
 def test_a_replica_without_a_gpu_is_planned_in_its_pod() -> None:
