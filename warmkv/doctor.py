@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -170,14 +169,17 @@ def _nothing_left(path: Path) -> Iterator[None]:
 
 
 def _examine_disks(model: LoadedModel, config: Config) -> Iterator[DoctorFinding]:
-    """Claim a folder in each path of a disk tier, as a replica does at its start; one without blocks is removed."""
+    """Claim a folder in each path of a disk tier, as a replica does at its start; an empty one is removed again."""
     from warmkv.replicas.block_store import Identity, disk
 
     def claimed(cache: PrefixCacheConfig, path: Path) -> str:
         with _nothing_left(path):
             folder = disk.claim(path, Identity.of(model, cache.block_size), cache.disk.storage)
-            if next(folder.scan(), None) is None:
-                shutil.rmtree(folder.path)
+            own = {folder.path / name for name in (disk.MANIFEST, disk.LOCK)}
+            if set(folder.path.iterdir()) == own:  # what it had before, and others', is left alone
+                for file in own:
+                    file.unlink()
+                folder.path.rmdir()
             folder.release()
         return f"{folder.path} can be written"
 

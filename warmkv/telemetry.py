@@ -293,7 +293,11 @@ WHATIF_ERROR = Metric(
 )
 WHATIF_WINDOW = Metric("warmkv_whatif_window_requests", "gauge", "Requests that can be replayed", "requests")
 WHATIF_ROUNDS = Metric(
-    "warmkv_whatif_rounds", "counter", "Rounds of replays: done, stopped by load, failed", "rounds", ("result",)
+    "warmkv_whatif_rounds",
+    "counter",
+    "Rounds of replays: done, stopped by load or changes, failed",
+    "rounds",
+    ("result",),
 )
 WHATIF_FAILED = Metric(
     "warmkv_whatif_failed_in_a_row",

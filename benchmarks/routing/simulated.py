@@ -245,7 +245,9 @@ def outcome(
     Requests longer than what a replica can hold are refused under every rule, and left out.
     """
     with _ruled_by(rule):
-        jobs = [job for job in run(records, config, Variant(), times, turns=turns).jobs if job.replica]
+        asked = run(records, config, Variant(), times, turns=turns).jobs
+    jobs = [job for job in asked if job.replica]
+    assert all(job.replica or job.too_large for job in asked), "queues were full"
     return sum(job.reused for job in jobs) / sum(job.prompt for job in jobs), [job.first - job.arrival for job in jobs]
 
 

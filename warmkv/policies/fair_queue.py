@@ -43,8 +43,9 @@ class FairQueue(Generic[Item]):
         """Let a request of a tenant wait; `work` is what serving it will take. Return its tag.
 
         With `behind_next` it comes after the one that is next now, whatever its tenant has been given. Requests that
-        come later may pass it if they begin less than `delay` after it in virtual time: less work of its own tenant, or
-        of each other one, comes before it. What tenants are charged does not depend on it.
+        come later may pass it if they begin less than `delay` after it in virtual time: at most that much work of each
+        tenant and one request. So an earlier request of another tenant waits longer, by its own delay at most, and what
+        was delayed comes in a row. What tenants are charged does not depend on it.
         """
         start = max(self._now, self._finish.get(tenant, 0.0))
         entries = self._entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from starlette._utils import get_route_path
 from starlette.types import Scope
 
 APIS = {
@@ -22,8 +23,7 @@ OF_TENANTS = "/v1/warmkv/prefixes"  # alone of warmkv's own: a tenant forgets wh
 
 def path_of(scope: Scope) -> str:
     """Return the path within the application, without `gateway.route_prefix`."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
+    return get_route_path(scope)  # as endpoints are found
 
 
 def api_of(path: str) -> str:

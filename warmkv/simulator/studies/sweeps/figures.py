@@ -20,20 +20,22 @@ _NEITHER = (
     "read_tokens",
     "written_tokens",
 )
-_OF_ANSWERS = ("hit_rate", "ttft", "tpot", "e2e", "dollars", "saving", "gpu_dollars_per_million_tokens")
+_WITHOUT_ANSWERS = ("refused", "refused_too_large", "failed", "in_slo", "gpu_hours", "gpu_dollars")
+"""Figures with a better side that say something where no request was served."""
 
 
 def serves_none(figures: Values) -> bool:
-    """Return True if every request of a replay was refused."""
+    """Return True if every request of a replay was refused or failed."""
     requests = figures.get("requests")
-    return requests is not None and 0 < requests <= (figures.get("refused") or 0.0)
+    ended = (figures.get("refused") or 0.0) + (figures.get("failed") or 0.0)
+    return requests is not None and 0 < requests <= ended
 
 
 def served_figures(figures: Values) -> dict[str, float | None]:
-    """Return figures without those of answers where there were none: no time, no hits and no bill are no merit."""
+    """Return figures without those of answers where there were none: no time and no bill are no merit."""
     if not serves_none(figures):
         return dict(figures)
-    return {name: None if name.startswith(_OF_ANSWERS) else value for name, value in figures.items()}
+    return {name: value if not sense(name) or name in _WITHOUT_ANSWERS else None for name, value in figures.items()}
 
 
 def sense(name: str) -> int:
