@@ -132,13 +132,17 @@ def test_it_leaves_the_blocks_of_a_disk_tier_alone(tmp_path: Path):
     config = load(flags=settings, environ={})
     model = load_model(config.model)
     folder = disk.claim(tmp_path / "blocks", Identity.of(model, config.prefix_cache.block_size), "model")
-    block = folder.file(bytes(16))
+    block, notes = folder.file(bytes(16)), folder.path / "notes.txt"
     block.parent.mkdir()
     block.write_bytes(b"cut short")  # a replica that started would remove it
+    notes.write_text("of somebody else")
     folder.release()
-    _, found = doctor(*settings)
-    assert found["disk tier"] == ("ok", f"{folder.path} can be written")
-    assert block.read_bytes() == b"cut short"
+    for file in (block, notes):
+        before = file.read_bytes()
+        _, found = doctor(*settings)
+        assert found["disk tier"] == ("ok", f"{folder.path} can be written")
+        assert file.read_bytes() == before
+        block.unlink(missing_ok=True)
 
 
 def test_it_tells_packs_that_no_request_could_read(tmp_path: Path, monkeypatch):
