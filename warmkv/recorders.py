@@ -13,11 +13,11 @@ FLUSH_SECONDS = 1.0
 """Ray forgets a gauge that was not set for two of its reports, of which there is one a second at most."""
 
 Series = tuple[Metric, tuple[tuple[str, str], ...]]
-"""A metric with labels and their values."""
+"""Name a metric with labels and their values."""
 
 
 class Bounded:
-    """The values of a label, at most `most` of them: whatever comes later is `other`."""
+    """Bound the values of a label to `most`: whatever comes later is `other`."""
 
     def __init__(self, most: int = 100) -> None:
         self._most, self._known = most, set[str]()

@@ -41,7 +41,7 @@ QUESTION = ContentBlock("?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A text that goes into a pack, and the name of its file."""
+    """Hold a text that goes into a pack, and the name of its file."""
 
     name: str
     text: str
@@ -62,7 +62,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a conversation begins with: its tokens, and the name of the file that it ends with."""
+    """Hold the tokens that conversations begin with, and the name of the file that they end with."""
 
     name: str
     tokens: tuple[int, ...]

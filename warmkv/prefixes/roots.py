@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What the chain roots of some tenants are derived from, beside the block size."""
+    """Describe what the chain roots of some tenants are derived from, beside the block size."""
 
     salt: str  # fingerprint of the secret; empty without one
     model: str  # name in the APIs

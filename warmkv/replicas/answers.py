@@ -37,7 +37,7 @@ class Fetching(Protocol):
 
 
 class OngoingRequest:
-    """A request being served: it has a task while its prefix is fetched or its constraint compiled, then an output."""
+    """Hold a request being served: a task while its prefix is fetched or its constraint compiled, then an output."""
 
     __slots__ = ("output", "preparing")
 

@@ -8,7 +8,7 @@ WINDOW = 32  # ends over which the rate is taken
 
 
 class Completions:
-    """When the latest requests ended, since the engine was last idle. Seconds of any one clock."""
+    """Keep the times at which the latest requests ended, since the engine was last idle. Seconds of any one clock."""
 
     def __init__(self) -> None:
         self._since = 0.0

@@ -54,7 +54,7 @@ Refuse = Callable[[Request, Exception], Response]
 
 @dataclass(frozen=True)
 class ApiContext:
-    """What the endpoints of all APIs share."""
+    """Hold what the endpoints of all APIs share."""
 
     service: Service
     intake: Intake

@@ -15,7 +15,7 @@ UNIT = 10_000  # of a CPU or GPU: Ray counts in such parts, so that 0.1 ten time
 
 @dataclass
 class _Pod:
-    """What a pod has left: CPUs, and each of its GPUs, in units."""
+    """Track the CPUs, and each of the GPUs, that a pod has left, in units."""
 
     group: str
     cpus: int
@@ -37,11 +37,10 @@ class _Pod:
 
 @dataclass(frozen=True)
 class Packed:
-    """Replicas by the name of their kind ("" is that of the settings themselves), and where they find room."""
+    """Count replicas without room, by kind ("" is the settings' own), and those placed, by group of pods."""
 
     left: Counter[str]
     placed: Counter[str]
-    """By the group of pods."""
 
 
 def pack(service: RenderedService, kinds: Mapping[str, Config]) -> Packed:

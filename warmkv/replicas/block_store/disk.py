@@ -52,7 +52,7 @@ class DiskTierError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The metadata of a block's file. Times are Unix time; None is infinity."""
+    """Describe a block in its file. Times are Unix time; None is infinity."""
 
     key: str  # hexadecimal, as `parent`, which is empty for the first block of a prompt
     parent: str

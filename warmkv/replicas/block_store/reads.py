@@ -36,7 +36,7 @@ def spans(chain: Sequence[bytes], tokens: int, size: int) -> list[Span]:
 
 @dataclass(slots=True, eq=False)
 class WarmPrefix:
-    """The warm prefix of a request, pinned until `release`, and what of it has been read from disk so far."""
+    """Hold the warm prefix of a request, pinned until `release`, and what of it has been read from disk so far."""
 
     match: Match = field(default_factory=Match)
     reused: int = 0  # leading tokens to attach

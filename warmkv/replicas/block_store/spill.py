@@ -31,7 +31,7 @@ def spill(store: BlockStore, until: float, sleep: Callable[[float], None] = time
         (tier, node, last if node is path[-1] else node.length)
         for tier in range(disk)
         for path, last in store.tree.by_worth(tier)
-        if not store.packed(path[-1].keys[0])
+        if not store.in_pack(path[-1].keys[0])
         for node in path
     ]
     for tier, node, last in nodes:

@@ -144,7 +144,7 @@ class BlockStore:
         """Return the rules that it carries out."""
         return self._cache.tree
 
-    def packed(self, key: bytes) -> bool:
+    def in_pack(self, key: bytes) -> bool:
         """Return True for a block of a pack, which is read from the pack's files at every start."""
         return key in self._packed_keys
 

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Isolated(Generic[Item, Result]):
-    """The outcome of a batch: results, and items that failed alone, each with its error, in any order."""
+    """Hold the outcome of a batch: results, and items that failed alone, each with its error, in any order."""
 
     results: list[tuple[Item, Result]] = field(default_factory=list)
     failed: list[tuple[Item, Exception]] = field(default_factory=list)

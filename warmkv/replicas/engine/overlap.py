@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step that was launched: its sequences, and what reads their tokens."""
+    """Hold a step that was launched: its sequences, and what reads their tokens."""
 
     sequences: list[Sequence]
     read: Callable[[], list[int]]

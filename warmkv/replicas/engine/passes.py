@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass: chunks of prompts, then a token of each sequence of a decode step."""
+    """Describe one forward pass: chunks of prompts, then a token of each sequence of a decode step."""
 
     prompts: Items[Sequence]  # whose chunks have begun
     decoding: Items[Sequence] = ()
@@ -96,7 +96,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PassOutcome:
-    """The outcome of a step: tokens (NO_TOKEN of prompts that go on), failures with their errors, shed requests."""
+    """Hold the outcome of a step: tokens (NO_TOKEN of prompts that go on), failures with errors, shed requests."""
 
     tokens: list[tuple[Sequence, int]] = field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = field(default_factory=list)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HandOff:
-    """What a hand-off tells the client."""
+    """Describe a hand-off to the client."""
 
     match: WarmPrefix
     written: int  # position of the highest mark that is stored

@@ -14,7 +14,7 @@ from warmkv.replicas.slots.slots import SlotPool
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Load and memory of a replica as of a step; bytes on its device."""
+    """Report load and memory of a replica as of a step; bytes on its device."""
 
     waiting: int
     decoding: int

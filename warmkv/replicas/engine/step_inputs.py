@@ -18,7 +18,7 @@ from warmkv.replicas.slots.step_buffer import StepBuffer
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Views of the step's buffer, which the next step overwrites."""
+    """View the step's buffer, which the next step overwrites."""
 
     ids: Tensor  # [1, tokens]; of a pass without prompts [batch, 1], padded
     positions: Tensor  # as ids

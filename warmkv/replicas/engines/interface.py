@@ -112,7 +112,7 @@ class Moving(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine runs: in the replica of that name, with so many threads and a share of the device's memory.
+    """Place an engine in the replica of that name, with so many threads and a share of the device's memory.
 
     `roots` are those of the requests it will get; None: unknown.
     """

@@ -16,7 +16,7 @@ T = TypeVar("T", Ints, Tensor)
 
 
 class RowMetadata(NamedTuple, Generic[T]):
-    """Attention metadata of rows in one decode step (cf. vLLM), each int64 [n], on the host or the device."""
+    """Hold attention metadata of rows in one decode step (cf. vLLM), each int64 [n], on the host or the device."""
 
     entries: T  # where each row's new token goes (of front and tail, where there are any)
     lengths: T  # entries in use, the new token included
@@ -34,7 +34,7 @@ class RowMetadata(NamedTuple, Generic[T]):
 
 @dataclass(slots=True)
 class Progress:
-    """What a step has done in one layer of a slab, which a retry skips."""
+    """Record what a step has done in one layer of a slab, which a retry skips."""
 
     entries: Tensor | None = None  # [n] where the new tokens go
     attended: bool = False  # bounds of segments and scores have the new tokens
@@ -42,7 +42,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Attention metadata of n rows of a slab in one decode step, shared by its layers."""
+    """Hold attention metadata of n rows of a slab in one decode step, shared by its layers."""
 
     numbers: RowMetadata[Tensor]
     rows: Tensor  # [n] 0..n-1

@@ -25,7 +25,7 @@ from warmkv.replicas.slots.slots import SlotPool
 
 @dataclass(frozen=True, slots=True)
 class _SlabStep:
-    """One slab's part of a step."""
+    """Hold one slab's part of a step."""
 
     slab: Slab
     step: AttentionMetadata

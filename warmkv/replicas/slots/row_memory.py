@@ -17,7 +17,7 @@ from warmkv.replicas.slots.attention import Parts, rotate
 
 @dataclass(frozen=True, slots=True)
 class RowMemory:
-    """Tensors [layers, rows, ...]; those that the kind of row does not need have no entries."""
+    """Hold tensors [layers, rows, ...]; those that the kind of row does not need have no entries."""
 
     kind: RowKind
     keys: Parts  # of the storage format, each [layers, rows, packed / group, ...]

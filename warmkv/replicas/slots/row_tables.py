@@ -58,7 +58,7 @@ LEAST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """The rows of one storage that a layer attends, n of them with padding; reused until the batch changes.
+    """List the rows of one storage that a layer attends, n of them with padding; reused until the batch changes.
 
     Rows that pad the batch come last, and get zeros.
     """
@@ -84,7 +84,7 @@ class RowBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A `RowBatch` on the host: its index tensors as arrays, other fields by name."""
+    """Hold a `RowBatch` on the host: its index tensors as arrays, other fields by name."""
 
     index: tuple[Ints, ...]
     facts: dict[str, Any]

@@ -30,7 +30,7 @@ APPEND, RING, ARGMIN = (get_args(DecodeRule).index(rule) for rule in ("append", 
 
 @dataclass(slots=True)
 class RowTable:
-    """Bookkeeping of rows, each column int64 [rows]."""
+    """Keep the books of rows, each column int64 [rows]."""
 
     owner: Ints  # id of the slot that the row belongs to, or FREE
     head: Ints  # its KV head
@@ -183,7 +183,7 @@ def advance(state: RowTable, active: Bools) -> Advance:
 
 @dataclass(frozen=True, slots=True)
 class PendingPack:
-    """Rows whose tail is full, and the group of it to be packed."""
+    """List rows whose tail is full, and the group of it to be packed."""
 
     rows: Ints  # [m]
     waiting: Ints  # [m, group] their places in the tail

@@ -31,7 +31,7 @@ PACKED_AT_ONCE = 1 << 24
 
 
 class Slab:
-    """Rows of one kind in consecutive layers, with the same bookkeeping in all of them.
+    """Hold rows of one kind in consecutive layers, with the same bookkeeping in all of them.
 
     `memory` has their contents, `state` their bookkeeping.
     """

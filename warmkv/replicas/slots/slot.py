@@ -17,7 +17,7 @@ from warmkv.replicas.slots.slabs import Slab
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """The size of a slot: its policy, the prompt's length and the tokens that may be drawn."""
+    """Size a slot: its policy, the prompt's length and the tokens that may be drawn."""
 
     spec: PolicySpec
     prompt_tokens: int
@@ -42,7 +42,7 @@ class SlotRequest:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A request's rows and reserved bytes: all of these before the hand-off, in pages until the release."""
+    """Hold a request's rows and reserved bytes: all of these before the hand-off, in pages until the release."""
 
     id: int
     slot_request: SlotRequest
@@ -65,7 +65,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class SlotPiece:
-    """Rows copied out of a slab."""
+    """Hold rows copied out of a slab."""
 
     layers: range
     kind: RowKind
@@ -80,7 +80,7 @@ class SlotPiece:
 
 @dataclass(frozen=True, slots=True)
 class SwappedSlot:
-    """A preempted slot in host memory, to be resumed in other rows."""
+    """Hold a preempted slot in host memory, to be resumed in other rows."""
 
     slot_request: SlotRequest
     tokens: int

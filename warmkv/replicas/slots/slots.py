@@ -34,7 +34,7 @@ SLAB_SLOTS = 8
 
 
 class SlotPool:
-    """All slabs of a replica, allocated when first needed and freed when another size needs the room.
+    """Own all slabs of a replica, allocated when first needed and freed when another size needs the room.
 
     Pages have `page_size` tokens, as blocks of the prefix cache; 0 is for none.
     """

@@ -76,7 +76,7 @@ class StepBuffer:
 
 
 class _HostCopy:
-    """A copy on the host, pinned beside a GPU; writable again once its upload is done."""
+    """Hold a copy on the host, pinned beside a GPU; writable again once its upload is done."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         cuda = device.type == "cuda"

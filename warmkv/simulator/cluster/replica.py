@@ -150,7 +150,8 @@ class SimulatedReplica:
         self.waiting: FairQueue[Job] = FairQueue()
         self._engine: BatchFormation[Job]
         self._pool: BlockPool[Job] | None = None
-        self._prioritized = one_pool and mixed is not None  # as requests of an engine over vLLM are
+        # Of a step, where requests wait by priority: that of an engine over vLLM.
+        self._step_tokens = config.tokens_per_step(on_gpu=False) if one_pool and mixed is not None else 0
         self._kept: KeptWarm | None = None
         if mixed is None:
             self._engine = ShortestFirst(
@@ -193,9 +194,9 @@ class SimulatedReplica:
         delay = 0
         if self._pool is not None:
             job.names = (*self.cache.names(job.blocks), *job.generated)
-        if self._prioritized and not job.resumptions:
+        if self._step_tokens and not job.resumptions:
             warm = self.cache.resident(job.blocks) * job.block_size if self.stores else 0
-            delay = batching.delay(job.prompt - warm, self._config.tokens_per_step(on_gpu=False))
+            delay = batching.delay(job.prompt - warm, self._step_tokens)
         job.tag = self.waiting.push(job, job.tenant, job.prompt + job.allowed, delay=delay)  # fair by tokens
         self._engine.arrived(job, now)
 

@@ -17,7 +17,7 @@ NONE: Work = (0, 0, 0)
 
 @dataclass(slots=True, eq=False)
 class ServedRequest:
-    """A request, and what became of it. Times are virtual seconds, `NEVER` until they are known."""
+    """Track a request, and what became of it. Times are virtual seconds, `NEVER` until they are known."""
 
     arrival: float
     prompt: int  # tokens, at least 1

@@ -21,7 +21,7 @@ Specs = tuple[Sequence[PolicySpec], Numbers]
 
 
 class JobSizes(NamedTuple):
-    """What a request takes of a replica: what `Job` says from `kind` on."""
+    """Size what a request takes of a replica: what `Job` says from `kind` on."""
 
     kind: StepKind
     kept: int

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from tests.unit.replicas.block_store.harness import BLOCK, TOKEN, Harness, Prompt
 from warmkv.replicas.block_store.spill import AT_ONCE, spill
 
@@ -49,41 +51,30 @@ def test_of_more_than_fits_what_would_be_evicted_last_is_kept_and_colder_files_g
     harness.check_at_rest()
 
 
-def test_it_ends_in_time_and_what_it_began_is_whole(tmp_path):
-    harness = Harness(tmp_path, memory_bytes=400 * BLOCK * TOKEN, disk={"memory_bytes": 400 * FILE, "path": tmp_path})
-    for number in range(200):
-        harness.write(Prompt("a", tokens(number)), {})
+def spilled_in_time(harness: Harness, writes: int) -> int:
+    """Spill until so many blocks are written; return the blocks that came to the disk."""
     until, written = harness.now + 2, 0
 
     def sleep(seconds: float) -> None:
         nonlocal written
         written += 1
         harness.lanes.run("write", 1)
-        if written == 10:
+        if written == writes:
             harness.now = until
 
-    count = spill(harness.store, until, sleep)
-    assert count == AT_ONCE + 10
+    return spill(harness.store, until, sleep)
+
+
+@pytest.mark.parametrize(("chains", "blocks", "expected"), [(200, 1, AT_ONCE + 10), (1, 300, 2 * AT_ONCE)])
+def test_it_ends_in_time_and_what_it_began_is_whole(tmp_path, chains, blocks, expected):
+    harness = Harness(tmp_path, memory_bytes=400 * BLOCK * TOKEN, disk={"memory_bytes": 400 * FILE, "path": tmp_path})
+    for number in range(chains):
+        harness.write(Prompt("a", tokens(number, blocks)), {})
+    count = spilled_in_time(harness, 10)
+    assert count == expected
+    assert len(harness.lanes.jobs["write"]) == count - 10
     harness.restart(crash=False)
     assert len(harness.keys(2)) == count
-    harness.check_at_rest()
-
-
-def test_a_long_chain_ends_in_time_as_well(tmp_path):
-    harness = Harness(tmp_path, memory_bytes=400 * BLOCK * TOKEN, disk={"memory_bytes": 400 * FILE, "path": tmp_path})
-    harness.write(Prompt("a", tokens(0, 300)), {})
-    until, written = harness.now + 2, 0
-
-    def sleep(seconds: float) -> None:
-        nonlocal written
-        written += harness.lanes.jobs["write"] and 1
-        harness.lanes.run("write", 1)
-        if written == 10:
-            harness.now = until
-
-    assert AT_ONCE < spill(harness.store, until, sleep) <= 10 + 2 * AT_ONCE
-    assert len(harness.lanes.jobs["write"]) <= 2 * AT_ONCE
-    harness.restart(crash=False)
     harness.check_at_rest()
 
 

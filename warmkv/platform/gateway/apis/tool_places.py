@@ -11,7 +11,7 @@ from warmkv.platform.gateway.apis.turns import ContentBlock, Turn, flat, is_json
 
 
 class Cuts(NamedTuple):
-    """Where tools and calls are: for each of a template's pieces (start, stop, content block). Some are no JSON."""
+    """Locate tools and calls among a template's pieces (start, stop, content block). Some are no JSON."""
 
     places: list[list[tuple[int, int, int]]]
     not_json: set[int]  # content blocks

@@ -15,7 +15,7 @@ Role = Literal["tools", "system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class ContentBlock:
-    """A content block: its text, and the TTL name if it is marked with cache_control.
+    """Hold a content block: its text, and the TTL name if it is marked with cache_control.
 
     In a turn of `tools` the text is a tool's definition as JSON; where `call` names a tool, its arguments as JSON. Of
     both, `value` is the same as Python objects. `id` is that of a call, or of the call that a result answers. `place`
@@ -39,7 +39,7 @@ class ContentBlock:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message: who speaks, and its content blocks. The tools come first, as a turn of their own.
+    """Hold a message: who speaks, and its content blocks. The tools come first, as a turn of their own.
 
     `thinking` comes before an assistant's blocks; the template shows it, or leaves it out.
     """

@@ -27,7 +27,7 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(slots=True)
 class LaunchProgress:
-    """What a step has done with some rows in a layer, which a retry skips."""
+    """Record what a step has done with some rows in a layer, which a retry skips."""
 
     put: bool = False  # the new tokens have their places
     counted: bool = False  # what entries received is counted

@@ -26,7 +26,7 @@ BESIDE = list[tuple[PeerPlan, SizingTrial | None]]
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model and the settings it is planned with; `configure` reads them and more flags."""
+    """Hold a model and the settings it is planned with; `configure` reads them and more flags."""
 
     folder: Path  # of its config.json
     shape: ModelShape

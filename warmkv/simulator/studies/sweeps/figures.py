@@ -1,4 +1,4 @@
-"""Which way each figure of a replay is better, and which say nothing where no request was served."""
+"""The better side of each figure of a replay, and what figures say where no request was served."""
 
 from __future__ import annotations
 
