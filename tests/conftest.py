@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests.cpu_durations import CpuDurations
+from tests.interpreted_kernels import replace_language_once_a_launch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only wait for each other
 
@@ -109,3 +110,4 @@ if not _has_gpu():
         environment.setenv("TRITON_INTERPRET", "1")
         with contextlib.suppress(ImportError):  # the tests of the kernels are skipped
             importlib.import_module("triton")
+            replace_language_once_a_launch()

@@ -17,6 +17,7 @@ import yaml
 
 from tests.polling import PATIENCE
 from warmkv.config import Config, parse
+from warmkv.config.strict_yaml import FastLoader
 
 ROOT = Path(__file__).parents[3]
 K8S = ROOT / "k8s"
@@ -103,7 +104,7 @@ def kustomize(folder: Path) -> Manifests:
         pytest.skip("kubectl is not installed: manifests cannot be rendered")
     done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    return Manifests(list(yaml.safe_load_all(done.stdout)))
+    return Manifests(list(yaml.load_all(done.stdout, FastLoader)))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.unit.k8s.manifests import COMPONENTS, OVERLAYS, ROOT, Manifests, Object, combined, overlay
+from warmkv.config.strict_yaml import FastLoader
 
 KUBERNETES = ("1.29", "1.32")
 CORE = {
@@ -76,7 +77,7 @@ def crd(kind: str) -> Callable[[Object], None]:
     path = FOLDER / f"{CRDS[kind]}.yaml.gz"
     if not path.exists():
         pytest.skip(f"{path.name} is not in {FOLDER}: the fields of {kind} are not checked")
-    definition = yaml.load(gzip.decompress(path.read_bytes()), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    definition = yaml.load(gzip.decompress(path.read_bytes()), FastLoader)
     (schema,) = [one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == "v1"]
     validator = Draft7Validator(closed(schema))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ BOX, PORT = "containers 0", "serveService spec ports 0"
 
 
 def told(manifests: Manifests) -> list[RuleFinding]:
-    found = check(read(yaml.safe_dump_all(manifests.objects), fields.known()))
+    found = check(read(json.dumps({"kind": "List", "items": manifests.objects}), fields.known()))
     return [finding for finding in found if finding.rule in NAMES]
 
 

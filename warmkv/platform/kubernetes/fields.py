@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from warmkv.config.strict_yaml import FastLoader
 from warmkv.faults import UserError
 
 Fields: TypeAlias = "Mapping[str, Fields] | str | None"
@@ -72,7 +73,7 @@ def read_crds(folder: Path) -> dict[str, Fields]:
     for file in files:
         try:
             text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-            documents = list(yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+            documents = list(yaml.load_all(text, FastLoader))
         except (OSError, EOFError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise SchemaError(f"cannot read {file}: {error}") from None
         for document in documents:

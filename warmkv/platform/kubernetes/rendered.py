@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from warmkv.config import Config, ConfigError, parse
+from warmkv.config.strict_yaml import FastLoader
 from warmkv.faults import UserError
 from warmkv.model_shape import ModelShape, ModelShapeError, config_file, figures
 from warmkv.platform.document import IMPORT_PATH
@@ -175,7 +176,7 @@ class RenderedService:
         if not isinstance(text, str) or not text.strip():
             raise ConfigError("there is none")
         try:
-            document = yaml.safe_load(text)
+            document = yaml.load(text, FastLoader)
         except yaml.YAMLError as error:
             raise ConfigError(f"it is not YAML: {error}") from None
         if not isinstance(document, dict) or not document.get("applications"):
@@ -267,7 +268,7 @@ def render(source: Path) -> str:
 def read(text: str, fields: Mapping[str, Fields], model: ModelShape | None = None) -> RenderedManifests:
     """Read rendered YAML. Raises RenderError where it holds no Kubernetes objects."""
     try:
-        found = [one for one in yaml.safe_load_all(text) if one is not None]
+        found = [one for one in yaml.load_all(text, FastLoader) if one is not None]
     except yaml.YAMLError as error:
         raise RenderError(f"this is not YAML: {error}") from None
     objects: list[Object] = []
