@@ -122,7 +122,7 @@ $(BIN)/python:
 # CUDA. Without: the CPU build, which PyTorch names `+cpu` on Linux, from TORCH_INDEX or wherever pip is set up to look;
 # where nobody has it, the default build, which runs on a CPU as well but is some gigabytes larger.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	@install="$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt"; \
+	@install="$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt"; \
 	index="$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))"; \
 	if nvidia-smi >/dev/null 2>&1; then \
 	  echo "setup: installing torch $(TORCH) with CUDA, because there is a GPU"; \
@@ -138,7 +138,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	  $$install $$index "torch==$(TORCH)"; \
 	fi
 	@echo "setup: installing warmkv and its tools, as pinned in constraints.txt"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 	@echo "setup: done"
 

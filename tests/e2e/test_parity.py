@@ -90,7 +90,7 @@ def test_a_replay_gives_what_the_live_run_gave(cluster, tmp_path: Path):
     assert verify(records, live.config, times).times is not None  # judged by the benchmark: tests never assert times
 
 
-@pytest.mark.soak
+@pytest.mark.soak(least=0.5)  # it starts a service of its own
 def test_a_replay_gives_what_the_live_run_gave_under_load(tmp_path: Path, soak_minutes: float):
     """The benchmark, with a session that begins every second."""
     out = tmp_path / "parity.json"

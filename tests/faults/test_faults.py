@@ -97,7 +97,7 @@ def test_a_node_is_drained_and_stopped(service: Service):
     service.survives("node drained", stop, replaced, hold=0, replica=replica, loses=["replicas"])
 
 
-@pytest.mark.soak  # the tests above kill the same parts one by one
+@pytest.mark.soak(least=0.5)  # the tests above kill the same parts one by one
 def test_a_node_is_removed(service: Service):
     """Whatever is on it goes at once; a new node takes its place, as an autoscaler would have it."""
     replica, _, node = a_replica(service)
@@ -117,7 +117,7 @@ def test_a_link_is_cut_for_a_moment(service: Service):
     service.survives("link cut for 2 s", lambda: network.cut(node), lambda: network.heal(node), breaks_streams=True)
 
 
-@pytest.mark.soak  # unit tests hold the rules: the silent are forgotten, their streams go on elsewhere
+@pytest.mark.soak(least=0.5)  # unit tests hold the rules: the silent are forgotten, their streams go on elsewhere
 def test_a_link_is_cut_until_the_node_is_given_up(service: Service):
     network = needs_network(service)
     replica, _, name = a_replica(service)

@@ -322,7 +322,7 @@ def test_a_kept_row_is_pulled_towards_what_the_other_model_says() -> None:
     [
         ("multi", "chat", 2),
         *(
-            pytest.param(family, form, 20, marks=pytest.mark.soak)
+            pytest.param(family, form, 20, marks=pytest.mark.soak(least=0.5))
             for family in ("single", "multi")
             for form in ("plain", "chat")
         ),
@@ -372,7 +372,7 @@ def test_perplexity_is_what_the_card_says(model: Any, encode: evaluate.Encode, f
     assert ours < figures["perplexity"]["trigram"]
 
 
-@pytest.mark.soak
+@pytest.mark.soak(least=0.5)
 def test_perplexity_is_below_the_trigram_models(model: Any, encode: evaluate.Encode) -> None:
     learnt, test = evaluate.stream(encode, "train"), evaluate.stream(encode, "heldout")[:12_000]
     size = model.config.vocab_size

@@ -110,7 +110,7 @@ TestStore = StoreMachine.TestCase
 
 @pytest.mark.parametrize(
     ("order", "steps"),
-    [*((order, 1_000) for order in ORDERS), pytest.param("lru", 10_000, marks=pytest.mark.soak)],
+    [*((order, 1_000) for order in ORDERS), pytest.param("lru", 10_000, marks=pytest.mark.soak(least=0.5))],
 )
 def test_nothing_is_lost_or_left_over_in_a_long_run(tmp_path, order, steps):
     """Steps of all kinds; faults are rare, so that there is something to lose."""

@@ -65,7 +65,7 @@ def driven(driver: Driver, request: Any) -> tuple[list[int], torch.Tensor]:
         ("llama", 120, 80),
         ("llama-mha", 50, 25),
         ("llama-mha", 120, 80),
-        pytest.param("llama-mha", 7, 25, marks=pytest.mark.soak),
+        pytest.param("llama-mha", 7, 25, marks=pytest.mark.soak(least=0.5)),
     ],
 )
 def test_tokens_and_logits_equal_the_slow_reference(models, references, family, policy, length, new):

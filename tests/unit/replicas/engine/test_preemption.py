@@ -74,7 +74,8 @@ KINDS = [
 
 
 @pytest.mark.parametrize(
-    "policy", [*KINDS, *(pytest.param(name, marks=pytest.mark.soak) for name in POLICIES if name not in KINDS)]
+    "policy",
+    [*KINDS, *(pytest.param(name, marks=pytest.mark.soak(least=0.5)) for name in POLICIES if name not in KINDS)],
 )
 def test_what_was_set_aside_draws_the_same_tokens(models, policy):
     greedy = [of("greedy", seed, policy=policy, new=60) for seed in range(5)]

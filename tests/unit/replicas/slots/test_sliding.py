@@ -265,7 +265,7 @@ def test_groups_leave_a_window_one_by_one(policy, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "rocketkv@20:window=4,kernel=5", "full+kivi4"])
-@pytest.mark.parametrize("length", [12, 40, *(pytest.param(n, marks=pytest.mark.soak) for n in (5, 11, 13))])
+@pytest.mark.parametrize("length", [12, 40, *(pytest.param(n, marks=pytest.mark.soak(least=0.5)) for n in (5, 11, 13))])
 def test_many_requests_at_once_draw_what_each_draws_alone_within_the_bytes_set_aside(model, policy, length):
     spec, requests = PolicySpec.model_validate(policy), []
     for number in range(3):
