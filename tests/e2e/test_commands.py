@@ -17,6 +17,7 @@ import requests
 from typer.testing import CliRunner
 
 from tests.e2e.conftest import OPERATOR, Cluster
+from tests.faults.nodes import processes
 from tests.polling import PATIENCE
 from warmkv import demo
 from warmkv.cli import app
@@ -70,6 +71,24 @@ def test_serve_answers_until_it_is_interrupted(tmp_path: Path):
         logged = [json.loads(line) for line in log.read_text().splitlines()]
         assert [(line["status"], line["error"]) for line in logged] == [("ok", ""), ("error", "overloaded_error")]
         assert logged[1]["output_tokens"] > 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.soak(least=0.5)  # it starts a service of its own
+@pytest.mark.parametrize("part", ["gcs_server", "raylet"])
+def test_serve_ends_with_an_error_where_ray_ends_under_it(part: str):
+    process = subprocess.Popen(
+        [WARMKV, "serve", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert any("for Prometheus" in line for line in process.stdout)
+        (ended,) = (one for one in processes() if one.parent == process.pid and one.command[0].endswith(f"/{part}"))
+        ended.signal(signal.SIGKILL)
+        said, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 1
+        assert f"Ray's {part} has ended, and the service with it." in said
     finally:
         process.kill()
 

@@ -33,6 +33,11 @@ from warmkv.replicas.loading.tokenizer import model_path
 
 PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those that Linux gives to whoever names none
 
+NEEDED = {"gcs_server", "raylet"}
+"""Processes without which Ray does not go on."""
+ENDED_SECONDS = 0.5
+"""How often the end of one of them is looked for."""
+
 
 class StartError(UserError):
     """A service that cannot start on this machine or with these settings; the message says why."""
@@ -152,9 +157,10 @@ def start_ray(config: Config, metrics_port: int = 0) -> None:
         )
     except Exception as error:  # as Ray says it where a node is not there in time
         ray.shutdown()
-        logs = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "session_latest" / "logs"
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise StartError(f"Ray did not start: {why} On a busy machine try again; its logs are in {logs}") from error
+        raise StartError(
+            f"Ray did not start: {why} On a busy machine try again; its logs are in {ray_logs()}"
+        ) from error
     except SystemExit:  # by its own handler of SIGTERM
         ray.shutdown()
         raise KeyboardInterrupt from None
@@ -168,6 +174,11 @@ def start_ray(config: Config, metrics_port: int = 0) -> None:
     if wanted > found:
         ray.shutdown()
         raise StartError(f"{wanted:g} GPUs are asked for (cluster.gpus_per_replica), this machine has {found:g}")
+
+
+def ray_logs() -> Path:
+    """Return the folder of the logs of this machine's latest Ray."""
+    return Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "session_latest" / "logs"
 
 
 def metrics_addresses() -> list[str]:
@@ -319,7 +330,6 @@ def running(
     document["proxy_location"] = "Disabled"  # on one machine, gateways listen by themselves
     start_ray(config, metrics_port)
     import ray
-    from ray import serve
 
     try:
         with watching(config, say):
@@ -328,6 +338,24 @@ def running(
         url = f"http://{host}:{gateway.port}{gateway.route_prefix.rstrip('/')}"
         yield Running(url, gateway.port, document, operator_key)
     finally:
-        with suppress(Exception):  # it may never have been deployed
-            serve.delete(config.cluster.application)
+        deleting = threading.Thread(target=_delete, args=(config.cluster.application,), daemon=True)
+        deleting.start()
+        while deleting.is_alive() and ended_part() is None:  # Serve waits a minute for a Ray that is gone
+            deleting.join(ENDED_SECONDS)
         ray.shutdown()
+
+
+def _delete(application: str) -> None:
+    from ray import serve
+
+    with suppress(Exception):  # it may never have been deployed
+        serve.delete(application)
+
+
+def ended_part() -> str | None:
+    """Return the name of a process that this machine's Ray needs and that has ended by itself; None if all run."""
+    from ray._private import worker
+
+    node = worker._global_node
+    ended = {name for name, _ in node.dead_processes()} & NEEDED if node else set()
+    return min(ended, default=None)

@@ -12,18 +12,31 @@ from rich.console import Console
 from rich.text import Text
 
 from warmkv.config import Config, ConfigError
-from warmkv.platform.local import live_config_fault, memory_plans, metrics_addresses, running
+from warmkv.faults import UserError
+from warmkv.platform.local import (
+    ENDED_SECONDS,
+    ended_part,
+    live_config_fault,
+    memory_plans,
+    metrics_addresses,
+    ray_logs,
+    running,
+)
 from warmkv.platform.operator_key import kept
 from warmkv.platform.tenants import warn_of_salt
 from warmkv.prefixes.index import HEARTBEAT_SECONDS
 from warmkv.terminal import errors
 
 
+class EndedError(UserError):
+    """A service whose Ray has ended, and not by it."""
+
+
 def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0) -> None:
     """Run the service until SIGINT or SIGTERM, with its metrics at a port, or at a free one where it is 0.
 
     Raises OSError where a port is taken or the model folder is missing, ConfigError where the service would be open
-    to other machines, StartError where a replica cannot start.
+    to other machines, StartError where a replica cannot start, EndedError where Ray ends while it serves.
     """
     if warning := warn_of_salt(config):
         errors.print(warning, style="yellow")
@@ -55,7 +68,12 @@ def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0)
             alike = {plans[0]: len(plans)}  # but for what happens to be free
             for plan, count in (Counter(plans) if config.cluster.groups else alike).items():
                 console.print(f"\n{count} x {plan}")
-        stop.wait()
+        while not stop.wait(ENDED_SECONDS):
+            if part := ended_part():
+                raise EndedError(
+                    f"Ray's {part} has ended, and the service with it. The kernel kills it where the machine's memory "
+                    f"is short (dmesg says so). Its logs are in {ray_logs()}; start the service again."
+                )
         console.print("stopping")
 
 

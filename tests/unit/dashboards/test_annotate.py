@@ -8,6 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from typer.testing import CliRunner
 
+from tests.polling import PATIENCE
 from tests.unit.dashboards.test_publish import TOKEN, Answer, Grafana, Handler, grafana
 from warmkv.cli import app
 from warmkv.dashboards.annotate import annotate
@@ -56,7 +57,7 @@ def test_changes_become_annotations_once_with_who_what_and_why(
     grafana: Grafana, annotations: type[Annotations], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = f"{grafana.url}/api/gateway"
-    target = Target(grafana.url, TOKEN, gateway=gateway, key="operator")
+    target = Target(grafana.url, TOKEN, gateway=gateway, key="operator", timeout=PATIENCE)
     first = version(1, "autopilot", changes={"prefix_cache.default_ttl": "1h"})
     annotations.history = [version(2, "ann", rolled_back_to=0), first]
     assert [one.number for one in annotate(target)] == [2, 1]
@@ -83,5 +84,5 @@ def test_a_gateway_that_does_not_tell_its_changes_is_an_error(grafana: Grafana, 
         ({}, "no gateway"),
     ):
         with pytest.raises(PublishError, match=says):
-            annotate(Target(grafana.url, TOKEN, **more))
+            annotate(Target(grafana.url, TOKEN, timeout=PATIENCE, **more))
     assert annotations.kept == []

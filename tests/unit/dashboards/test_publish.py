@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.polling import PATIENCE
 from warmkv.cli import app
 from warmkv.dashboards.boards import BOARDS
 from warmkv.dashboards.build import documents
@@ -202,7 +203,7 @@ def grafana(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grafana]:
 
 
 def at(grafana: Grafana, **more: Any) -> Target:
-    return Target(grafana.url, more.pop("token", TOKEN), **more)
+    return Target(grafana.url, more.pop("token", TOKEN), **{"timeout": PATIENCE, **more})
 
 
 def states(published: list[Published]) -> dict[str, str]:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
 
 from warmkv.config import Config, ModelConfig
-from warmkv.platform.local import check_model, start_ray, told_start
+from warmkv.platform.local import check_model, ended_part, start_ray, told_start
 from warmkv.replicas.block_store.packs import PackError
 from warmkv.replicas.protocol import EngineError
 
@@ -80,6 +81,16 @@ def test_sigterm_is_handled_as_before_once_ray_has_started(monkeypatch: pytest.M
         start_ray(Config())
     assert signal.getsignal(signal.SIGTERM) is before
     assert stopped == [True]
+
+
+def test_a_part_of_ray_that_has_ended_is_named_unless_ray_goes_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead: list[tuple[str, Any]] = [("log_monitor", None)]
+    monkeypatch.setattr("ray._private.worker._global_node", SimpleNamespace(dead_processes=lambda: dead))
+    assert ended_part() is None
+    dead.append(("raylet", None))
+    assert ended_part() == "raylet"
+    monkeypatch.setattr("ray._private.worker._global_node", None)
+    assert ended_part() is None
 
 
 def test_a_name_that_the_hub_does_not_have_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
