@@ -7,7 +7,6 @@ that were left lately, by whomever, are not taken again for a while: it cannot g
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +137,8 @@ def _judge(settings: AutopilotConfig, step: Step, seen: Seen, current: Version) 
         return Close(f"version {step.version} was not made")  # the actor was restarted meanwhile
     if current.number > step.version:
         return Close(f"version {current.number} by {current.who or 'nobody'} came after version {step.version}")
+    if current.who != AUTOPILOT:  # somebody was faster, while this actor or that of the versions was restarted
+        return Close(f"version {current.number} is by {current.who or 'nobody'}, the step was not made")
     left = step.at + 2 * settings.settle_seconds - seen.now
     if left > 0:
         return Wait(f"version {step.version} settles and is measured, {left:.0f} s more")
@@ -228,14 +229,15 @@ def _refusal(
         return "it changes nothing"
     if not now.prefix_cache.ttls.keys() <= after.prefix_cache.ttls.keys():
         return "it takes a TTL away that requests may name"
-    wanted = _fingerprint(after, touched)
+    before, wanted = values(now, touched), values(after, touched)
+    new = {setting: value for setting, value in wanted.items() if value != before[setting]}
     for version in _left_lately(seen, LATELY * settings.settle_seconds):
         try:
-            known = in_force(start, version)
+            known = values(in_force(start, version), new)
         except ConfigError:
             continue  # the gateways never had it
-        if _fingerprint(known, touched) == wanted:
-            return f"version {version.number} had it, and was left less than {LATELY} rests ago"
+        if again := [setting for setting, value in new.items() if known[setting] == value]:
+            return f"version {version.number} had this {again[0]}, and was left less than {LATELY} rests ago"
     return None
 
 
@@ -245,10 +247,6 @@ def _left_lately(seen: Seen, seconds: float) -> Iterator[Version]:
         if _age(later, seen.now) > seconds:
             return
         yield seen.versions[number + 1] if number + 1 < len(seen.versions) else Version()
-
-
-def _fingerprint(config: Config, settings: set[str]) -> str:
-    return json.dumps(values(config, sorted(settings)), sort_keys=True)
 
 
 def _age(version: Version, now: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from math import inf
 
 from warmkv.prefixes.record import RequestRecord
 
@@ -42,6 +43,14 @@ class RequestWindow:
     def dropped(self) -> bool:
         """Return True if older requests have gone."""
         return len(self) < self.seen
+
+    @property
+    def whole_since(self) -> float:
+        """Return the Unix time since which no request has left the window; 0 if none ever has."""
+        if not self.dropped:
+            return 0.0
+        oldest = next(iter(self), None)  # requests come to it, and leave, as they end
+        return oldest.arrival + oldest.e2e if oldest is not None else inf
 
     @property
     def turned(self) -> float:

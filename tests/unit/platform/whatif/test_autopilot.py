@@ -44,6 +44,7 @@ from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held
+from warmkv.platform.whatif.window import RequestWindow
 from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
@@ -189,7 +190,7 @@ def test_values_that_were_left_lately_are_not_taken_again():
     back = Version(number=2, who=AUTOPILOT, rolled_back_to=0, when=version(2, REST + 1).when)
     versions = [back, version(1, 3 * REST, AUTOPILOT, **there)]
     decision = decide(START, SETTINGS, None, seen(versions=versions, of=table(BETTER, version=2)))
-    assert "version 1 had it, and was left" in decision.why
+    assert "version 1 had this prefix_cache.ttls, and was left" in decision.why
     other = row("ttl-1h", 2, {"prefix_cache.default_ttl": "1h"}, **{DOLLARS: -0.3})
     second = decide(START, SETTINGS, None, seen(versions=versions, of=table(BETTER, other, version=2)))
     assert isinstance(second, Apply)  # the next one is free
@@ -198,7 +199,22 @@ def test_values_that_were_left_lately_are_not_taken_again():
     assert isinstance(decide(START, SETTINGS, None, seen(versions=old, of=table(BETTER, version=2))), Apply)
     by_hand = [version(1, 2 * REST, "ann", **{"prefix_cache.default_ttl": "1h"})]  # the start was left by an operator
     before = row("ttl-5m", 1, {"prefix_cache.default_ttl": "5m"}, **{DOLLARS: -0.3})
-    assert "version 0 had it" in decide(START, SETTINGS, None, seen(versions=by_hand, of=table(before, version=1))).why
+    assert (
+        "version 0 had this" in decide(START, SETTINGS, None, seen(versions=by_hand, of=table(before, version=1))).why
+    )
+
+
+def test_a_setting_that_was_taken_back_is_not_taken_again_with_another():
+    there = {"prefix_cache.ttls": {"5m": 600.0, "1h": 3600.0}}
+    back = Version(number=2, who="ann", rolled_back_to=0, when=version(2, 3 * REST).when)
+    versions = [back, version(1, 4 * REST, AUTOPILOT, **there)]
+    both = row("best", 1, {**DOUBLE, "prefix_cache.default_ttl": "1h"}, **{DOLLARS: -0.5})
+    one = row("ttl-1h", 2, {"prefix_cache.default_ttl": "1h"}, **{DOLLARS: -0.3})
+    refused = decide(START, SETTINGS, None, seen(versions=versions, of=table(both, version=2)))
+    assert "version 1 had this prefix_cache.ttls" in refused.why
+    taken = decide(START, SETTINGS, None, seen(versions=versions, of=table(both, one, version=2)))
+    assert isinstance(taken, Apply)
+    assert taken.step.candidate == "ttl-1h"
 
 
 def replace_when(one: Version, seconds: float) -> Version:
@@ -242,6 +258,9 @@ def test_a_step_is_judged_by_enough_requests_and_only_while_it_is_in_force():
     assert isinstance(changed, Close)  # the operator's version stays
     assert "version 2 by ann came after version 1" in changed.why
     assert "was not made" in decide(START, SETTINGS, step(700.0), seen()).why
+    theirs = decide(START, SETTINGS, step(700.0), seen(versions=[version(1, 300, "ann")], **{DOLLARS: 9.0}))
+    assert isinstance(theirs, Close)  # the actor died before its step, and an operator made that version
+    assert "version 1 is by ann" in theirs.why
 
 
 def test_what_it_may_change_are_live_settings_without_prices_and_rights():
@@ -316,8 +335,10 @@ class Scripted:
             assert later.when is not None
             if self.versions.now - later.when.timestamp() < LATELY * REST:
                 for dotted in touched:
-                    own, new = (each.settings.get(dotted, values(START)[dotted]) for each in (one, versions[-1]))
-                    assert own != new, (one.number, versions[-1].number)
+                    own, before, new = (
+                        each.settings.get(dotted, values(START)[dotted]) for each in (one, *versions[-2:])
+                    )
+                    assert own != new or before == new, (one.number, versions[-1].number)
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -325,6 +346,7 @@ CHANGES: list[dict[str, Any]] = [
     {"prefix_cache.default_ttl": "5m"},
     DOUBLE,
     {"prefix_cache.ttls": {"5m": 300.0, "1h": 3600.0}},
+    {**DOUBLE, "prefix_cache.default_ttl": "1h"},
 ]
 
 
@@ -495,6 +517,62 @@ def telemetry_of_nobody() -> Any:
     return Nobody()
 
 
+def asked(now: float, count: int = 99) -> RequestWindow:
+    """A window of requests of the last moment, and one of long ago."""
+    line = replace(record(now, [1] * 9, 3), status="ok", cached_tokens=4, usage=Usage(5, 4, {}, 3))
+    window = RequestWindow()
+    window.add([replace(line, arrival=now - 2 * REST), *[line] * count])
+    return window
+
+
+def pilot_of(versions: Versions, memory: Memory, window: RequestWindow, of: Any = None) -> Autopilot:
+    """An autopilot that sees these requests, and by default a candidate that is better."""
+
+    async def shown() -> dict[str, Any]:
+        return of or table(BETTER)
+
+    async def held() -> Held:
+        return Held(1, 7)
+
+    nobody = telemetry_of_nobody()
+    return Autopilot(START, SETTINGS, memory, versions, shown, lambda: window, held, nobody, lambda: versions.now)
+
+
+def test_a_step_whose_outcome_is_not_known_is_judged_if_it_is_in_force():
+    class Dying(Versions):
+        async def change(self, *args: Any, **named: Any) -> dict[str, Any]:
+            await super().change(*args, **named)
+            raise ConnectionError("the control actor has died")
+
+    async def scenario() -> None:
+        versions, memory = Dying(), Memory(InMemory(), "warmkv", 0.0)
+        pilot = pilot_of(versions, memory, asked(versions.now))
+        with pytest.raises(ConnectionError):
+            await pilot.turn()
+        assert memory.kept.step is not None
+        assert memory.kept.step.version == versions.kept.current.number == 1
+        await pilot.turn()
+        assert "version 1 settles and is measured" in pilot.status()["why"]
+
+    asyncio.run(scenario())
+
+
+def test_bytes_are_of_the_time_whose_requests_are_there():
+    async def scenario() -> None:
+        versions, memory, window = Versions(), Memory(InMemory(), "warmkv", 0.0), RequestWindow(requests=100)
+        whole = replace(record(0.0, [1] * 9, 3), status="ok", usage=Usage(9, 0, {}, 3), resident_bytes=1000, e2e=1.0)
+        times = [versions.now - 3 * REST + at / 2 for at in range(int(6 * REST))]  # two a second: the window has 50 s
+        pilot = pilot_of(versions, memory, window)
+        window.add(replace(whole, arrival=at) for at in times[:50])
+        await pilot.turn()
+        window.add(replace(whole, arrival=at) for at in times[50:])
+        await pilot.turn()
+        assert memory.kept.step is not None
+        assert memory.kept.step.before["bytes"] == pytest.approx(7 + 2 * 1000, rel=0.05)
+
+    asyncio.run(scenario())
+
+
 def test_a_step_that_somebody_else_prevents_is_no_step():
     async def scenario() -> None:
         versions, store = Versions(), InMemory()
@@ -507,14 +585,14 @@ def test_a_step_that_somebody_else_prevents_is_no_step():
         async def held() -> Held:
             return Held(1, 7)
 
-        line = replace(record(versions.now, [1] * 9, 3), status="ok", cached_tokens=4, usage=Usage(5, 4, {}, 3))
+        window = asked(versions.now)
         pilot = Autopilot(
             START,
             SETTINGS,
             memory,
             versions,
             shown,
-            lambda: [line] * 99,
+            lambda: window,
             held,
             telemetry_of_nobody(),
             lambda: versions.now,
@@ -546,7 +624,7 @@ def test_decisions_that_fail_in_a_row_are_counted_until_one_succeeds():
             return Held(1, 7)
 
         memory = Memory(InMemory(), "warmkv", 0.0)
-        pilot = Autopilot(START, SETTINGS, memory, versions, shown, list, held, metrics, lambda: versions.now)
+        pilot = Autopilot(START, SETTINGS, memory, versions, shown, RequestWindow, held, metrics, lambda: versions.now)
         running = asyncio.create_task(pilot.run())
         await asyncio.sleep(2.5 * LOOK_SECONDS)
         assert pilot.status()["state"] == "failed"
