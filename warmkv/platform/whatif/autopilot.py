@@ -61,6 +61,7 @@ class Autopilot:
         self._table, self._records, self._held, self._wall_clock = table, records, held, wall_clock
         self._recorder = recorder
         self._stored: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # when, and bytes of all replicas and tiers
+        self._asked_since: float | None = None  # Unix time of the first request that it knows of
         self._state, self._why = STATES[Wait], "it has not looked yet"
 
     def status(self) -> dict[str, Any]:
@@ -93,9 +94,12 @@ class Autopilot:
         since = max(since_of(self._settings, step, now), window.whole_since)
         records = [record for record in window if record.arrival >= since]
         measured = self._measured(records, versions, since, now)
-        decision = decide(
-            self._start, self._settings, step, Seen(now, versions, await self._table(), measured, len(records))
-        )
+        if self._asked_since is None:
+            self._asked_since = min((record.arrival for record in window), default=None)
+        asked_since = now if self._asked_since is None else self._asked_since
+        ended, failed = _outcomes(window, since if step is None else step.at)
+        seen = Seen(now, versions, await self._table(), measured, len(records), asked_since, ended, failed)
+        decision = decide(self._start, self._settings, step, seen)
         await self._do(decision)
         self._state, self._why = STATES[type(decision)], decision.why
 
@@ -128,3 +132,10 @@ class Autopilot:
         slots = sum(record.resident_bytes * (record.e2e - record.ttft) for record in records) / max(now - since, 1e-9)
         level = sum(stored) / len(stored) + slots if stored else None
         return {**measure(records, config), "bytes": level}
+
+
+def _outcomes(window: RequestWindow, since: float) -> tuple[int, float]:
+    """Return how many requests came since a time, answered or failed, and the share of those that failed."""
+    failed = sum(at >= since for at in window.failed)
+    ended = failed + sum(record.arrival >= since for record in window)
+    return ended, failed / ended if ended else 0.0

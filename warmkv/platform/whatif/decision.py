@@ -1,8 +1,9 @@
 """What the autopilot does next: a pure function of its settings, the versions, the what-if table and the clock.
 
 It takes the best candidate if the model's error is small, the gain exceeds a threshold and nothing changed lately; one
-step at a time. A step is measured after a rest, and rolled back unless the measured effect is the predicted one. Values
-that were left lately, by whomever, are not taken again for a while: it cannot go back and forth.
+step at a time. A step is measured after a rest, and rolled back unless the measured effect is the predicted one, and at
+once if requests fail under it. Values that were left lately, by whomever, are not taken again for a while: it cannot go
+back and forth.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Step(Section):
     gain: float = Field(description="predicted")
     predicted: dict[str, float | None] = Field(description="difference to the settings before, by figure")
     before: dict[str, float | None] = Field(description="measured under the settings before")
+    failed: float = Field(0.0, description="share of the requests that failed before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,9 @@ class Seen:
     table: Mapping[str, Any]  # as GET /v1/warmkv/whatif shows it
     measured: Values
     requests: int
+    asked_since: float  # Unix time of the first request that is known
+    ended: int  # requests since the step, or in the last rest: those that were answered, and those that failed
+    failed: float  # share of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +110,14 @@ def decide(start: Config, settings: AutopilotConfig, step: Step | None, seen: Se
     if step is not None:
         return _judge(settings, step, seen, current)
     age = _age(current, seen.now)
-    if age < settings.settle_seconds:
-        return Wait(f"version {current.number} by {current.who} is {age:.0f} s old")
+    needed = 2 * settings.settle_seconds  # what a step is compared with has settled, too
+    if age < needed:
+        return Wait(
+            f"version {current.number} by {current.who} is {age:.0f} s old, {needed:g} are needed: it settles, and is "
+            "measured"
+        )
+    if (asked := seen.now - seen.asked_since) < needed:  # caches were empty at first
+        return Wait(f"the first request was {asked:.0f} s ago, {needed:g} are needed: caches fill, and it is measured")
     table = seen.table
     if table["state"] != "up to date":
         return Wait(f"the what-if service is not up to date: {table['state']}")
@@ -139,6 +150,9 @@ def _judge(settings: AutopilotConfig, step: Step, seen: Seen, current: Version) 
         return Close(f"version {current.number} by {current.who or 'nobody'} came after version {step.version}")
     if current.who != AUTOPILOT:  # somebody was faster, while this actor or that of the versions was restarted
         return Close(f"version {current.number} is by {current.who or 'nobody'}, the step was not made")
+    if seen.ended >= REQUESTS and seen.failed - step.failed > settings.max_model_error:  # figures are of the others
+        said = f"{seen.failed:.1%} of {seen.ended} requests fail, {step.failed:.1%} did before"
+        return RollBack(step, f"version {step.version} ({step.candidate}): {said}")
     left = step.at + 2 * settings.settle_seconds - seen.now
     if left > 0:
         return Wait(f"version {step.version} settles and is measured, {left:.0f} s more")
@@ -196,6 +210,7 @@ def _best(start: Config, settings: AutopilotConfig, seen: Seen, current: Version
             gain=better,
             predicted=row["difference"],
             before=seen.measured,
+            failed=seen.failed,
         )
         return Apply(row["changes"], step, text)
     return Wait(why)

@@ -108,7 +108,7 @@ BETTER = row("ttl-double", 1, DOUBLE, hit_rate=0.3, **{DOLLARS: -0.4})
 
 
 def seen(now: float = 1000.0, versions: Sequence[Version] = (), of: Any = None, **measured: float) -> Seen:
-    return Seen(now, versions, of or table(BETTER), {**FIGURES, **measured}, REQUESTS)
+    return Seen(now, versions, of or table(BETTER), {**FIGURES, **measured}, REQUESTS, now - 2 * REST, REQUESTS, 0.0)
 
 
 def version(number: int, age: float, who: str = "ann", **settings: Any) -> Version:
@@ -138,6 +138,11 @@ def test_the_best_candidate_is_applied_with_its_reason():
     ("what", "why"),
     [
         (seen(versions=[version(1, REST - 1)], of=table(BETTER, version=1)), "version 1 by ann is 99 s old"),
+        (
+            seen(versions=[version(1, 2 * REST - 1)], of=table(BETTER, version=1)),
+            "version 1 by ann is 199 s old, 200 are needed: it settles, and is measured",
+        ),
+        (replace(seen(), asked_since=1000.0 - 2 * REST + 1), "first request was 199 s ago, 200 are needed"),
         (seen(of=table(BETTER, state="replaying")), "not up to date: replaying"),
         (seen(of=table(BETTER, version=3)), "table is of version 3, not 0"),
         (replace(seen(), requests=REQUESTS - 1), f"49 requests in the last {REST:g} s"),
@@ -187,7 +192,7 @@ def test_the_gain_is_in_what_the_rank_goes_by():
 
 def test_values_that_were_left_lately_are_not_taken_again():
     there = {"prefix_cache.ttls": {"5m": 600.0, "1h": 3600.0}}
-    back = Version(number=2, who=AUTOPILOT, rolled_back_to=0, when=version(2, REST + 1).when)
+    back = Version(number=2, who=AUTOPILOT, rolled_back_to=0, when=version(2, 2 * REST).when)
     versions = [back, version(1, 3 * REST, AUTOPILOT, **there)]
     decision = decide(START, SETTINGS, None, seen(versions=versions, of=table(BETTER, version=2)))
     assert "version 1 had this prefix_cache.ttls, and was left" in decision.why
@@ -263,6 +268,20 @@ def test_a_step_is_judged_by_enough_requests_and_only_while_it_is_in_force():
     assert "version 1 is by ann" in theirs.why
 
 
+def test_a_step_under_which_requests_fail_is_rolled_back_at_once():
+    at_once = seen(versions=[version(1, 1.0, AUTOPILOT)])
+    failing = replace(at_once, requests=0, failed=1.0)
+    decision = decide(START, SETTINGS, step(999.0), failing)
+    assert isinstance(decision, RollBack)
+    assert "100.0% of 50 requests fail, 0.0% did before" in decision.why
+    for harmless in (replace(failing, ended=REQUESTS - 1), replace(failing, failed=SETTINGS.max_model_error)):
+        assert isinstance(decide(START, SETTINGS, step(999.0), harmless), Wait)
+    before = decide(START, SETTINGS, None, replace(seen(), failed=0.2))
+    assert isinstance(before, Apply)
+    assert before.step.failed == 0.2
+    assert isinstance(decide(START, SETTINGS, step(999.0, failed=0.95), failing), Wait)  # so they did before
+
+
 def test_what_it_may_change_are_live_settings_without_prices_and_rights():
     assert set(STEPPED) >= {
         "compression.policy",
@@ -304,13 +323,16 @@ class Scripted:
         number = self.versions.kept.current.number
         names = ("hit_rate", "in_slo", DOLLARS, "resident_bytes_end", "ttft_p99")
         shown = table(*rows, version=number, model_error={"error": dict.fromkeys(names, errors)})
-        measured = {**FIGURES, "hit_rate": hit_rate, DOLLARS: dollars}
+        measured = {"hit_rate": hit_rate, DOLLARS: dollars}
         now = self.versions.now
-        decision = decide(START, SETTINGS, self.step, Seen(now, history, shown, measured, REQUESTS))
+        what = replace(seen(now, history, shown, **measured), asked_since=OFFSET - 2 * REST)
+        decision = decide(START, SETTINGS, self.step, what)
         current = self.versions.kept.current
         if isinstance(decision, Apply):
             assert self.step is None  # one at a time
-            assert current.when is None or now - current.when.timestamp() >= REST  # nothing changed lately
+            assert (
+                current.when is None or now - current.when.timestamp() >= 2 * REST
+            )  # it has settled, and was measured
             assert errors <= SETTINGS.max_model_error
             assert decision.step.gain >= SETTINGS.min_gain
             assert not self.applied or now - self.applied[-1] >= 2 * REST  # the last one was measured
@@ -569,6 +591,24 @@ def test_bytes_are_of_the_time_whose_requests_are_there():
         await pilot.turn()
         assert memory.kept.step is not None
         assert memory.kept.step.before["bytes"] == pytest.approx(7 + 2 * 1000, rel=0.05)
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_fail_under_a_step_are_counted_since_it_is_in_force():
+    async def scenario() -> None:
+        versions, memory, window = Versions(), Memory(InMemory(), "warmkv", 0.0), asked(OFFSET - 1)
+        pilot, broken = pilot_of(versions, memory, window), replace(record(0.0, [1] * 9, 3), status="error")
+        theirs = [replace(broken, arrival=OFFSET - 1, error="invalid_request_error") for _ in range(99)]
+        window.add([*theirs, *(replace(broken, arrival=OFFSET - 1, error="api_error") for _ in range(11))])
+        await pilot.turn()
+        assert memory.kept.step is not None
+        assert memory.kept.step.failed == pytest.approx(0.1)
+        versions.now += 1.0
+        window.add(replace(broken, arrival=versions.now, error="timeout_error") for _ in range(REQUESTS))
+        await pilot.turn()
+        assert (memory.kept.step, versions.kept.current.rolled_back_to) == (None, 0)
+        assert "of 50 requests fail, 10.0% did before" in versions.kept.current.why
 
     asyncio.run(scenario())
 
