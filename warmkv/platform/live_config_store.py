@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -61,13 +63,26 @@ class ClusterStore:
     def read(self, name: str) -> bytes | None:
         from ray.experimental import internal_kv
 
-        found: bytes | None = internal_kv._internal_kv_get(name, namespace=NAMESPACE)
+        with _as_os_error():
+            found: bytes | None = internal_kv._internal_kv_get(name, namespace=NAMESPACE)
         return found
 
     def write(self, name: str, data: bytes) -> None:
         from ray.experimental import internal_kv
 
-        internal_kv._internal_kv_put(name, data, overwrite=True, namespace=NAMESPACE)
+        with _as_os_error():
+            internal_kv._internal_kv_put(name, data, overwrite=True, namespace=NAMESPACE)
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Raise Ray's errors, as of a head that does not answer, as OSError."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except RayError as error:
+        raise OSError(str(error)) from error
 
 
 def store_of(config: ControlConfig) -> Store:

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RpcError
+from ray.experimental import internal_kv
 
 from tests.polling import PATIENCE
 from warmkv.config import Config, ConfigError, load
 from warmkv.platform import control as control_module
 from warmkv.platform.control import Control, LiveConfigFollower, Report
 from warmkv.platform.live_config import StaleVersionError, Version, in_force
-from warmkv.platform.live_config_store import FolderStore, StoreError
+from warmkv.platform.live_config_store import ClusterStore, FolderStore, StoreError
 
 START = Config()
 CHANGES = {"pricing.input": 5}
@@ -185,6 +187,24 @@ def test_a_change_that_cannot_be_kept_is_not_in_force(tmp_path):
         with pytest.raises(StoreError, match="could not be kept"):
             await actor.change(START, {"pricing.input": 6}, "ann", "")
         assert await actor.status() == before
+
+    run(scenario())
+
+
+def test_a_head_that_does_not_answer_is_a_store_that_cannot_keep(monkeypatch):
+    def fails(*_: Any, **__: Any) -> bytes:
+        raise RpcError("the head does not answer")
+
+    async def scenario() -> None:
+        monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda *_, **__: None)
+        actor = Control(ClusterStore(), "warmkv", HASTY)
+        monkeypatch.setattr(internal_kv, "_internal_kv_put", fails)
+        with pytest.raises(StoreError, match=r"could not be kept, and is not in force: the head does not answer"):
+            await actor.change(START, CHANGES, "ann", "")
+        assert (await actor.status())["current"] == Version()
+        monkeypatch.setattr(internal_kv, "_internal_kv_get", fails)
+        with pytest.raises(OSError, match="the head does not answer"):
+            ClusterStore().read("warmkv-policy.json")
 
     run(scenario())
 

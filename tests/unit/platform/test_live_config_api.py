@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -272,6 +274,24 @@ def test_the_command_says_what_is_wrong(tuned):
     ):
         done = run(*args)
         assert (done.exit_code, says in done.stderr) == (code, True), (args, done.output, done.stderr)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.0 200 OK\r\n\r\n<html>", b"HTTP/1.0 200 OK\r\n\r\n{}"]
+)
+def test_the_command_says_that_something_else_answers(answer: bytes):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve_once() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve_once)
+        thread.start()
+        done = run("show", "--url", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        thread.join(PATIENCE)
+    assert (done.exit_code, "not as a gateway does: is its address right?" in done.stderr) == (1, True), done.exception
 
 
 def test_what_may_not_be_meant_is_warned_of(tuned):

@@ -6,6 +6,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -193,12 +194,16 @@ def _call(method: str, url: str, key: str, path: str = "", body: dict[str, Any] 
             method=method,
         )
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
+            answer: Any = json.load(response)
     except urllib.error.HTTPError as error:
         fail(_message(error), code=2 if error.code < 500 else 1)
+    except (json.JSONDecodeError, UnicodeDecodeError, HTTPException):
+        answer = None
     except (OSError, ValueError) as error:
         fail(f"{url}: {error}", code=1)
+    if not isinstance(answer, dict) or not {"version", "versions"} & answer.keys():
+        fail(f"{url} answered, but not as a gateway does: is its address right?", code=1)
+    return answer
 
 
 def _message(error: urllib.error.HTTPError) -> str:

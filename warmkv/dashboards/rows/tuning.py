@@ -158,7 +158,8 @@ CANDIDATES = PanelRow(
             "'bytes': figures.bytes, 'TTFT p99': figures.ttft_p99, "
             "'$ per M tokens': figures.dollars_per_million_tokens, "
             "'replicas $ per M': figures.gpu_dollars_per_million_tokens, 'quality': figures.quality, "
-            "'pareto': pareto, 'restart': $count(restart) > 0, 'version': $version, 'actions': ''}])",
+            "'pareto': pareto, 'restart': $count(restart) > 0, "
+            "'version': $type(version) = 'number' ? version : $version, 'actions': ''}])",
             (
                 Column("candidate", width=130),
                 Column("changes"),

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from warmkv import recorders, telemetry
 from warmkv.config import AutopilotConfig, Config, ConfigError
 from warmkv.platform.control import LiveConfigControl
-from warmkv.platform.live_config import Version, in_force
+from warmkv.platform.live_config import StaleVersionError, Version, in_force
+from warmkv.platform.live_config_store import StoreError
 from warmkv.platform.whatif.decision import (
     AUTOPILOT,
     Apply,
@@ -26,6 +27,7 @@ from warmkv.platform.whatif.decision import (
 )
 from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.sizes import Held
+from warmkv.platform.whatif.window import RequestWindow
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.studies.replays.whatif import Values, measure
 
@@ -39,7 +41,7 @@ STATES = {Wait: "waiting", Apply: "applied a step", RollBack: "rolled a step bac
 class Autopilot:
     """State and loop.
 
-    `table` is that of the what-if service, `records` yields the requests of its window, `held` tells what the replicas
+    `table` is that of the what-if service, `records` returns its window, `held` tells what the replicas
     hold now. Every step is a version by "autopilot", with its reason.
     """
 
@@ -50,7 +52,7 @@ class Autopilot:
         memory: Memory,
         control: LiveConfigControl,
         table: Callable[[], Awaitable[dict[str, Any]]],
-        records: Callable[[], Iterable[RequestRecord]],
+        records: Callable[[], RequestWindow],
         held: Callable[[], Awaitable[Held]],
         recorder: recorders.Recorder,
         wall_clock: Callable[[], float],
@@ -59,6 +61,7 @@ class Autopilot:
         self._table, self._records, self._held, self._wall_clock = table, records, held, wall_clock
         self._recorder = recorder
         self._stored: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # when, and bytes of all replicas and tiers
+        self._asked_since: float | None = None  # Unix time of the first request that it knows of
         self._state, self._why = STATES[Wait], "it has not looked yet"
 
     def status(self) -> dict[str, Any]:
@@ -87,12 +90,16 @@ class Autopilot:
             self._stored.append((now, stored))
         versions = await self._control.history()
         step = self._memory.kept.step
-        since = since_of(self._settings, step, now)
-        records = [record for record in self._records() if record.arrival >= since]
+        window = self._records()
+        since = max(since_of(self._settings, step, now), window.whole_since)
+        records = [record for record in window if record.arrival >= since]
         measured = self._measured(records, versions, since, now)
-        decision = decide(
-            self._start, self._settings, step, Seen(now, versions, await self._table(), measured, len(records))
-        )
+        if self._asked_since is None:
+            self._asked_since = min((record.arrival for record in window), default=None)
+        asked_since = now if self._asked_since is None else self._asked_since
+        ended, failed = _outcomes(window, since if step is None else step.at)
+        seen = Seen(now, versions, await self._table(), measured, len(records), asked_since, ended, failed)
+        decision = decide(self._start, self._settings, step, seen)
         await self._do(decision)
         self._state, self._why = STATES[type(decision)], decision.why
 
@@ -105,7 +112,7 @@ class Autopilot:
             self._memory.keep(step=step)  # before: a step that nobody knows of would never be judged
             try:
                 await self._control.change(self._start, dict(decision.changes), AUTOPILOT, decision.why, step.base)
-            except BaseException:
+            except (StaleVersionError, ConfigError, StoreError):  # after any other it may be in force
                 self._memory.keep(step=None)
                 raise
             return
@@ -125,3 +132,10 @@ class Autopilot:
         slots = sum(record.resident_bytes * (record.e2e - record.ttft) for record in records) / max(now - since, 1e-9)
         level = sum(stored) / len(stored) + slots if stored else None
         return {**measure(records, config), "bytes": level}
+
+
+def _outcomes(window: RequestWindow, since: float) -> tuple[int, float]:
+    """Return how many requests came since a time, answered or failed, and the share of those that failed."""
+    failed = sum(at >= since for at in window.failed)
+    ended = failed + sum(record.arrival >= since for record in window)
+    return ended, failed / ended if ended else 0.0

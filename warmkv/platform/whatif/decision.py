@@ -1,13 +1,13 @@
 """What the autopilot does next: a pure function of its settings, the versions, the what-if table and the clock.
 
 It takes the best candidate if the model's error is small, the gain exceeds a threshold and nothing changed lately; one
-step at a time. A step is measured after a rest, and rolled back unless the measured effect is the predicted one. Values
-that were left lately, by whomever, are not taken again for a while: it cannot go back and forth.
+step at a time. A step is measured after a rest, and rolled back unless the measured effect is the predicted one, and at
+once if requests fail under it. Values that were left lately, by whomever, are not taken again for a while: it cannot go
+back and forth.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +48,7 @@ class Step(Section):
     gain: float = Field(description="predicted")
     predicted: dict[str, float | None] = Field(description="difference to the settings before, by figure")
     before: dict[str, float | None] = Field(description="measured under the settings before")
+    failed: float = Field(0.0, description="share of the requests that failed before")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,9 @@ class Seen:
     table: Mapping[str, Any]  # as GET /v1/warmkv/whatif shows it
     measured: Values
     requests: int
+    asked_since: float  # Unix time of the first request that is known
+    ended: int  # requests since the step, or in the last rest: those that were answered, and those that failed
+    failed: float  # share of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,14 @@ def decide(start: Config, settings: AutopilotConfig, step: Step | None, seen: Se
     if step is not None:
         return _judge(settings, step, seen, current)
     age = _age(current, seen.now)
-    if age < settings.settle_seconds:
-        return Wait(f"version {current.number} by {current.who} is {age:.0f} s old")
+    needed = 2 * settings.settle_seconds  # what a step is compared with has settled, too
+    if age < needed:
+        return Wait(
+            f"version {current.number} by {current.who} is {age:.0f} s old, {needed:g} are needed: it settles, and is "
+            "measured"
+        )
+    if (asked := seen.now - seen.asked_since) < needed:  # caches were empty at first
+        return Wait(f"the first request was {asked:.0f} s ago, {needed:g} are needed: caches fill, and it is measured")
     table = seen.table
     if table["state"] != "up to date":
         return Wait(f"the what-if service is not up to date: {table['state']}")
@@ -138,6 +148,11 @@ def _judge(settings: AutopilotConfig, step: Step, seen: Seen, current: Version) 
         return Close(f"version {step.version} was not made")  # the actor was restarted meanwhile
     if current.number > step.version:
         return Close(f"version {current.number} by {current.who or 'nobody'} came after version {step.version}")
+    if current.who != AUTOPILOT:  # somebody was faster, while this actor or that of the versions was restarted
+        return Close(f"version {current.number} is by {current.who or 'nobody'}, the step was not made")
+    if seen.ended >= REQUESTS and seen.failed - step.failed > settings.max_model_error:  # figures are of the others
+        said = f"{seen.failed:.1%} of {seen.ended} requests fail, {step.failed:.1%} did before"
+        return RollBack(step, f"version {step.version} ({step.candidate}): {said}")
     left = step.at + 2 * settings.settle_seconds - seen.now
     if left > 0:
         return Wait(f"version {step.version} settles and is measured, {left:.0f} s more")
@@ -195,6 +210,7 @@ def _best(start: Config, settings: AutopilotConfig, seen: Seen, current: Version
             gain=better,
             predicted=row["difference"],
             before=seen.measured,
+            failed=seen.failed,
         )
         return Apply(row["changes"], step, text)
     return Wait(why)
@@ -228,14 +244,15 @@ def _refusal(
         return "it changes nothing"
     if not now.prefix_cache.ttls.keys() <= after.prefix_cache.ttls.keys():
         return "it takes a TTL away that requests may name"
-    wanted = _fingerprint(after, touched)
+    before, wanted = values(now, touched), values(after, touched)
+    new = {setting: value for setting, value in wanted.items() if value != before[setting]}
     for version in _left_lately(seen, LATELY * settings.settle_seconds):
         try:
-            known = in_force(start, version)
+            known = values(in_force(start, version), new)
         except ConfigError:
             continue  # the gateways never had it
-        if _fingerprint(known, touched) == wanted:
-            return f"version {version.number} had it, and was left less than {LATELY} rests ago"
+        if again := [setting for setting, value in new.items() if known[setting] == value]:
+            return f"version {version.number} had this {again[0]}, and was left less than {LATELY} rests ago"
     return None
 
 
@@ -245,10 +262,6 @@ def _left_lately(seen: Seen, seconds: float) -> Iterator[Version]:
         if _age(later, seen.now) > seconds:
             return
         yield seen.versions[number + 1] if number + 1 < len(seen.versions) else Version()
-
-
-def _fingerprint(config: Config, settings: set[str]) -> str:
-    return json.dumps(values(config, sorted(settings)), sort_keys=True)
 
 
 def _age(version: Version, now: float) -> float:

@@ -49,6 +49,7 @@ class CandidateResult:
 
     replayed: Replayed
     at: float  # Unix time
+    version: int  # in force in that round
 
 
 class WhatIf:
@@ -341,7 +342,7 @@ class WhatIf:
     def _keep(self, replayed: Replayed) -> None:
         name, record = replayed.candidate.name, self._recorder
         self._forget(name)
-        self._results[name] = CandidateResult(replayed, self._wall_clock())
+        self._results[name] = CandidateResult(replayed, self._wall_clock(), self._version)
         if replayed.prediction is not None:
             for figure, metric in telemetry.WHATIF_FIGURES.items():
                 value = replayed.prediction.figures.get(figure)
@@ -377,7 +378,7 @@ class WhatIf:
     def _row(
         self, candidate: WhatIfCandidate, result: CandidateResult | None, rank: int | None, front: bool
     ) -> dict[str, Any]:
-        row = {**self._shown(candidate), "rank": rank, "pareto": front, "fault": None, "at": None}
+        row = {**self._shown(candidate), "rank": rank, "pareto": front, "fault": None, "at": None, "version": None}
         if result is None:
             return {**row, "requests": 0, "figures": None, "difference": None}
         replayed = result.replayed
@@ -386,6 +387,7 @@ class WhatIf:
             **row,
             "fault": replayed.fault or None,
             "at": datetime.fromtimestamp(result.at, UTC).isoformat(),
+            "version": result.version,
             "requests": found.requests if found else 0,
             "figures": found.figures if found else None,
             "difference": differences(found.figures, base.figures) if found and base else None,

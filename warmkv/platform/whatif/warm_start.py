@@ -61,11 +61,8 @@ class Snapshots:
         return Start(left, early, [replica.stored_by(at) for replica in usable[0]])
 
     def _reached(self, window: RequestWindow) -> list[Sequence[Contents]]:
-        """Return snapshots since which nothing has left the window: requests come to it, and leave, as they end."""
-        oldest = next(iter(window), None)
-        if oldest is None or not window.dropped:
-            return self._taken
-        return [taken for taken in self._taken if _at(taken) >= oldest.arrival + oldest.e2e]
+        """Return snapshots since which nothing has left the window."""
+        return [taken for taken in self._taken if _at(taken) >= window.whole_since]
 
 
 def _at(replicas: Sequence[Contents]) -> float:

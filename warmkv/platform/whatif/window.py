@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from math import inf
 
 from warmkv.prefixes.record import RequestRecord
 
@@ -14,11 +15,12 @@ RECORD_BYTES, KEY_BYTES, MARK_BYTES = 1500, 80, 300  # of a record, a block hash
 
 
 class RequestWindow:
-    """Requests that succeeded, the latest ones; older ones go as new ones come."""
+    """Requests that succeeded, the latest ones; older ones go as new ones come. `failed` has arrivals of others."""
 
     def __init__(self, requests: int = REQUESTS, most_bytes: int = BYTES) -> None:
         self._most, self._most_bytes = requests, most_bytes
         self._records: deque[tuple[RequestRecord, int]] = deque()
+        self.failed: deque[float] = deque(maxlen=requests)
         self.bytes = 0
         self.seen = 0  # requests so far
         self._seen_bytes = 0
@@ -35,6 +37,8 @@ class RequestWindow:
                 self.bytes += size
                 self._seen_bytes += size
                 self.seen += 1
+            elif record.status == "error" and record.error != "invalid_request_error":
+                self.failed.append(record.arrival)
         while self._records and (len(self._records) > self._most or self.bytes > self._most_bytes):
             self.bytes -= self._records.popleft()[1]
 
@@ -42,6 +46,14 @@ class RequestWindow:
     def dropped(self) -> bool:
         """Return True if older requests have gone."""
         return len(self) < self.seen
+
+    @property
+    def whole_since(self) -> float:
+        """Return the Unix time since which no request has left the window; 0 if none ever has."""
+        if not self.dropped:
+            return 0.0
+        oldest = next(iter(self), None)  # requests come to it, and leave, as they end
+        return oldest.arrival + oldest.e2e if oldest is not None else inf
 
     @property
     def turned(self) -> float:

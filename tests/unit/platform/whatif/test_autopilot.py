@@ -44,6 +44,7 @@ from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held
+from warmkv.platform.whatif.window import RequestWindow
 from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
@@ -107,7 +108,7 @@ BETTER = row("ttl-double", 1, DOUBLE, hit_rate=0.3, **{DOLLARS: -0.4})
 
 
 def seen(now: float = 1000.0, versions: Sequence[Version] = (), of: Any = None, **measured: float) -> Seen:
-    return Seen(now, versions, of or table(BETTER), {**FIGURES, **measured}, REQUESTS)
+    return Seen(now, versions, of or table(BETTER), {**FIGURES, **measured}, REQUESTS, now - 2 * REST, REQUESTS, 0.0)
 
 
 def version(number: int, age: float, who: str = "ann", **settings: Any) -> Version:
@@ -137,6 +138,11 @@ def test_the_best_candidate_is_applied_with_its_reason():
     ("what", "why"),
     [
         (seen(versions=[version(1, REST - 1)], of=table(BETTER, version=1)), "version 1 by ann is 99 s old"),
+        (
+            seen(versions=[version(1, 2 * REST - 1)], of=table(BETTER, version=1)),
+            "version 1 by ann is 199 s old, 200 are needed: it settles, and is measured",
+        ),
+        (replace(seen(), asked_since=1000.0 - 2 * REST + 1), "first request was 199 s ago, 200 are needed"),
         (seen(of=table(BETTER, state="replaying")), "not up to date: replaying"),
         (seen(of=table(BETTER, version=3)), "table is of version 3, not 0"),
         (replace(seen(), requests=REQUESTS - 1), f"49 requests in the last {REST:g} s"),
@@ -186,10 +192,10 @@ def test_the_gain_is_in_what_the_rank_goes_by():
 
 def test_values_that_were_left_lately_are_not_taken_again():
     there = {"prefix_cache.ttls": {"5m": 600.0, "1h": 3600.0}}
-    back = Version(number=2, who=AUTOPILOT, rolled_back_to=0, when=version(2, REST + 1).when)
+    back = Version(number=2, who=AUTOPILOT, rolled_back_to=0, when=version(2, 2 * REST).when)
     versions = [back, version(1, 3 * REST, AUTOPILOT, **there)]
     decision = decide(START, SETTINGS, None, seen(versions=versions, of=table(BETTER, version=2)))
-    assert "version 1 had it, and was left" in decision.why
+    assert "version 1 had this prefix_cache.ttls, and was left" in decision.why
     other = row("ttl-1h", 2, {"prefix_cache.default_ttl": "1h"}, **{DOLLARS: -0.3})
     second = decide(START, SETTINGS, None, seen(versions=versions, of=table(BETTER, other, version=2)))
     assert isinstance(second, Apply)  # the next one is free
@@ -198,7 +204,22 @@ def test_values_that_were_left_lately_are_not_taken_again():
     assert isinstance(decide(START, SETTINGS, None, seen(versions=old, of=table(BETTER, version=2))), Apply)
     by_hand = [version(1, 2 * REST, "ann", **{"prefix_cache.default_ttl": "1h"})]  # the start was left by an operator
     before = row("ttl-5m", 1, {"prefix_cache.default_ttl": "5m"}, **{DOLLARS: -0.3})
-    assert "version 0 had it" in decide(START, SETTINGS, None, seen(versions=by_hand, of=table(before, version=1))).why
+    assert (
+        "version 0 had this" in decide(START, SETTINGS, None, seen(versions=by_hand, of=table(before, version=1))).why
+    )
+
+
+def test_a_setting_that_was_taken_back_is_not_taken_again_with_another():
+    there = {"prefix_cache.ttls": {"5m": 600.0, "1h": 3600.0}}
+    back = Version(number=2, who="ann", rolled_back_to=0, when=version(2, 3 * REST).when)
+    versions = [back, version(1, 4 * REST, AUTOPILOT, **there)]
+    both = row("best", 1, {**DOUBLE, "prefix_cache.default_ttl": "1h"}, **{DOLLARS: -0.5})
+    one = row("ttl-1h", 2, {"prefix_cache.default_ttl": "1h"}, **{DOLLARS: -0.3})
+    refused = decide(START, SETTINGS, None, seen(versions=versions, of=table(both, version=2)))
+    assert "version 1 had this prefix_cache.ttls" in refused.why
+    taken = decide(START, SETTINGS, None, seen(versions=versions, of=table(both, one, version=2)))
+    assert isinstance(taken, Apply)
+    assert taken.step.candidate == "ttl-1h"
 
 
 def replace_when(one: Version, seconds: float) -> Version:
@@ -242,6 +263,23 @@ def test_a_step_is_judged_by_enough_requests_and_only_while_it_is_in_force():
     assert isinstance(changed, Close)  # the operator's version stays
     assert "version 2 by ann came after version 1" in changed.why
     assert "was not made" in decide(START, SETTINGS, step(700.0), seen()).why
+    theirs = decide(START, SETTINGS, step(700.0), seen(versions=[version(1, 300, "ann")], **{DOLLARS: 9.0}))
+    assert isinstance(theirs, Close)  # the actor died before its step, and an operator made that version
+    assert "version 1 is by ann" in theirs.why
+
+
+def test_a_step_under_which_requests_fail_is_rolled_back_at_once():
+    at_once = seen(versions=[version(1, 1.0, AUTOPILOT)])
+    failing = replace(at_once, requests=0, failed=1.0)
+    decision = decide(START, SETTINGS, step(999.0), failing)
+    assert isinstance(decision, RollBack)
+    assert "100.0% of 50 requests fail, 0.0% did before" in decision.why
+    for harmless in (replace(failing, ended=REQUESTS - 1), replace(failing, failed=SETTINGS.max_model_error)):
+        assert isinstance(decide(START, SETTINGS, step(999.0), harmless), Wait)
+    before = decide(START, SETTINGS, None, replace(seen(), failed=0.2))
+    assert isinstance(before, Apply)
+    assert before.step.failed == 0.2
+    assert isinstance(decide(START, SETTINGS, step(999.0, failed=0.95), failing), Wait)  # so they did before
 
 
 def test_what_it_may_change_are_live_settings_without_prices_and_rights():
@@ -285,13 +323,16 @@ class Scripted:
         number = self.versions.kept.current.number
         names = ("hit_rate", "in_slo", DOLLARS, "resident_bytes_end", "ttft_p99")
         shown = table(*rows, version=number, model_error={"error": dict.fromkeys(names, errors)})
-        measured = {**FIGURES, "hit_rate": hit_rate, DOLLARS: dollars}
+        measured = {"hit_rate": hit_rate, DOLLARS: dollars}
         now = self.versions.now
-        decision = decide(START, SETTINGS, self.step, Seen(now, history, shown, measured, REQUESTS))
+        what = replace(seen(now, history, shown, **measured), asked_since=OFFSET - 2 * REST)
+        decision = decide(START, SETTINGS, self.step, what)
         current = self.versions.kept.current
         if isinstance(decision, Apply):
             assert self.step is None  # one at a time
-            assert current.when is None or now - current.when.timestamp() >= REST  # nothing changed lately
+            assert (
+                current.when is None or now - current.when.timestamp() >= 2 * REST
+            )  # it has settled, and was measured
             assert errors <= SETTINGS.max_model_error
             assert decision.step.gain >= SETTINGS.min_gain
             assert not self.applied or now - self.applied[-1] >= 2 * REST  # the last one was measured
@@ -316,8 +357,10 @@ class Scripted:
             assert later.when is not None
             if self.versions.now - later.when.timestamp() < LATELY * REST:
                 for dotted in touched:
-                    own, new = (each.settings.get(dotted, values(START)[dotted]) for each in (one, versions[-1]))
-                    assert own != new, (one.number, versions[-1].number)
+                    own, before, new = (
+                        each.settings.get(dotted, values(START)[dotted]) for each in (one, *versions[-2:])
+                    )
+                    assert own != new or before == new, (one.number, versions[-1].number)
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -325,6 +368,7 @@ CHANGES: list[dict[str, Any]] = [
     {"prefix_cache.default_ttl": "5m"},
     DOUBLE,
     {"prefix_cache.ttls": {"5m": 300.0, "1h": 3600.0}},
+    {**DOUBLE, "prefix_cache.default_ttl": "1h"},
 ]
 
 
@@ -495,6 +539,80 @@ def telemetry_of_nobody() -> Any:
     return Nobody()
 
 
+def asked(now: float, count: int = 99) -> RequestWindow:
+    """A window of requests of the last moment, and one of long ago."""
+    line = replace(record(now, [1] * 9, 3), status="ok", cached_tokens=4, usage=Usage(5, 4, {}, 3))
+    window = RequestWindow()
+    window.add([replace(line, arrival=now - 2 * REST), *[line] * count])
+    return window
+
+
+def pilot_of(versions: Versions, memory: Memory, window: RequestWindow, of: Any = None) -> Autopilot:
+    """An autopilot that sees these requests, and by default a candidate that is better."""
+
+    async def shown() -> dict[str, Any]:
+        return of or table(BETTER)
+
+    async def held() -> Held:
+        return Held(1, 7)
+
+    nobody = telemetry_of_nobody()
+    return Autopilot(START, SETTINGS, memory, versions, shown, lambda: window, held, nobody, lambda: versions.now)
+
+
+def test_a_step_whose_outcome_is_not_known_is_judged_if_it_is_in_force():
+    class Dying(Versions):
+        async def change(self, *args: Any, **named: Any) -> dict[str, Any]:
+            await super().change(*args, **named)
+            raise ConnectionError("the control actor has died")
+
+    async def scenario() -> None:
+        versions, memory = Dying(), Memory(InMemory(), "warmkv", 0.0)
+        pilot = pilot_of(versions, memory, asked(versions.now))
+        with pytest.raises(ConnectionError):
+            await pilot.turn()
+        assert memory.kept.step is not None
+        assert memory.kept.step.version == versions.kept.current.number == 1
+        await pilot.turn()
+        assert "version 1 settles and is measured" in pilot.status()["why"]
+
+    asyncio.run(scenario())
+
+
+def test_bytes_are_of_the_time_whose_requests_are_there():
+    async def scenario() -> None:
+        versions, memory, window = Versions(), Memory(InMemory(), "warmkv", 0.0), RequestWindow(requests=100)
+        whole = replace(record(0.0, [1] * 9, 3), status="ok", usage=Usage(9, 0, {}, 3), resident_bytes=1000, e2e=1.0)
+        times = [versions.now - 3 * REST + at / 2 for at in range(int(6 * REST))]  # two a second: the window has 50 s
+        pilot = pilot_of(versions, memory, window)
+        window.add(replace(whole, arrival=at) for at in times[:50])
+        await pilot.turn()
+        window.add(replace(whole, arrival=at) for at in times[50:])
+        await pilot.turn()
+        assert memory.kept.step is not None
+        assert memory.kept.step.before["bytes"] == pytest.approx(7 + 2 * 1000, rel=0.05)
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_fail_under_a_step_are_counted_since_it_is_in_force():
+    async def scenario() -> None:
+        versions, memory, window = Versions(), Memory(InMemory(), "warmkv", 0.0), asked(OFFSET - 1)
+        pilot, broken = pilot_of(versions, memory, window), replace(record(0.0, [1] * 9, 3), status="error")
+        theirs = [replace(broken, arrival=OFFSET - 1, error="invalid_request_error") for _ in range(99)]
+        window.add([*theirs, *(replace(broken, arrival=OFFSET - 1, error="api_error") for _ in range(11))])
+        await pilot.turn()
+        assert memory.kept.step is not None
+        assert memory.kept.step.failed == pytest.approx(0.1)
+        versions.now += 1.0
+        window.add(replace(broken, arrival=versions.now, error="timeout_error") for _ in range(REQUESTS))
+        await pilot.turn()
+        assert (memory.kept.step, versions.kept.current.rolled_back_to) == (None, 0)
+        assert "of 50 requests fail, 10.0% did before" in versions.kept.current.why
+
+    asyncio.run(scenario())
+
+
 def test_a_step_that_somebody_else_prevents_is_no_step():
     async def scenario() -> None:
         versions, store = Versions(), InMemory()
@@ -507,14 +625,14 @@ def test_a_step_that_somebody_else_prevents_is_no_step():
         async def held() -> Held:
             return Held(1, 7)
 
-        line = replace(record(versions.now, [1] * 9, 3), status="ok", cached_tokens=4, usage=Usage(5, 4, {}, 3))
+        window = asked(versions.now)
         pilot = Autopilot(
             START,
             SETTINGS,
             memory,
             versions,
             shown,
-            lambda: [line] * 99,
+            lambda: window,
             held,
             telemetry_of_nobody(),
             lambda: versions.now,
@@ -546,7 +664,7 @@ def test_decisions_that_fail_in_a_row_are_counted_until_one_succeeds():
             return Held(1, 7)
 
         memory = Memory(InMemory(), "warmkv", 0.0)
-        pilot = Autopilot(START, SETTINGS, memory, versions, shown, list, held, metrics, lambda: versions.now)
+        pilot = Autopilot(START, SETTINGS, memory, versions, shown, RequestWindow, held, metrics, lambda: versions.now)
         running = asyncio.create_task(pilot.run())
         await asyncio.sleep(2.5 * LOOK_SECONDS)
         assert pilot.status()["state"] == "failed"

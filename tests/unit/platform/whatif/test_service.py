@@ -367,6 +367,29 @@ def test_the_table_and_the_metrics_show_each_candidate_and_forget_it():
     clocks.run(scenario())
 
 
+def test_a_row_says_which_version_its_figures_and_changes_are_of():
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.come()
+        await bench.whatif.turn()
+        bench.versions = [
+            Version(number=4, settings={"prefix_cache.ttls": {"5m": 9, "1h": 99}}, when=datetime.now(UTC))
+        ]
+        turning = asyncio.create_task(bench.whatif.turn())
+        await asyncio.sleep(1.5)  # the first candidate has been replayed again
+        table = await bench.whatif.table()
+        versions = {row["candidate"]: row["version"] for row in table["candidates"]}
+        assert (table["version"], versions[NOW], versions[bench.rounds[1].candidates[0].name]) == (4, 4, 4)
+        assert versions[bench.rounds[1].candidates[-1].name] == 0  # and its changes would undo version 4
+        await bench.whatif.add({"routing.load_weight": 1.0})
+        drawn = grafana.rows(grafana.tables()["What other settings would do"], await bench.whatif.table())
+        assert {row["candidate"]: row["version"] for row in drawn} == {**versions, "1": 4}
+        await turning
+        assert {row["version"] for row in (await bench.whatif.table())["candidates"]} == {4, None}
+
+    clocks.run(scenario())
+
+
 def test_candidates_are_refused_by_what_is_wrong_with_them():
     async def scenario() -> None:
         whatif = Bench().whatif

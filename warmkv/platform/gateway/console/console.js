@@ -5,9 +5,8 @@ const BASE = new URL("v1/", location.href); // beside the page, whatever gateway
 const LIVE_MS = 2000, TABLES_MS = 5000, POINTS = 120;
 
 const $ = (id) => document.getElementById(id);
-let key = "";
+let key = "", session = 0; // what a session has asked for is shown in that session alone
 let hits = []; // hit rates, the latest last
-let whatif = null, policy = null;
 
 // --- the service
 
@@ -46,7 +45,12 @@ function make(tag, properties = {}, ...children) {
 
 const percent = (value, digits = 1) => (value == null ? "–" : `${(100 * value).toFixed(digits)}%`);
 const signed = (value, text) => (value == null ? "" : `${value >= 0 ? "+" : "−"}${text(Math.abs(value))}`);
-const dollars = (value) => (value == null ? "–" : `$${value.toFixed(value >= 100 ? 0 : value >= 0.1 ? 2 : 4)}`);
+function dollars(value) {
+  if (value == null) return "–";
+  const size = Math.abs(value);
+  return `${value < 0 ? "−" : ""}$${size.toFixed(size >= 100 ? 0 : size >= 0.1 ? 2 : 4)}`;
+}
+
 const seconds = (value) => (value == null ? "–" : value < 1 ? `${Math.round(1000 * value)} ms` : `${value.toFixed(1)} s`);
 const count = (value) => (value ?? 0).toLocaleString("en");
 
@@ -56,6 +60,13 @@ function bytes(value) {
   const power = value < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log2(value) / 10));
   const scaled = value / 1024 ** power;
   return `${scaled.toFixed(power && scaled < 100 ? 1 : 0)} ${units[power]}`;
+}
+
+function redraw(id, rows) {
+  if ($("confirm").open) return; // its button gets the focus back
+  const held = $(id).contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
+  $(id).replaceChildren(...rows);
+  if (held) [...$(id).querySelectorAll("[aria-label]")].find((made) => made.getAttribute("aria-label") === held)?.focus();
 }
 
 const plain = (changes) =>
@@ -127,7 +138,7 @@ function candidate(row) {
     const apply = make("button", { className: "apply", textContent: "Apply", type: "button", disabled: !row.figures });
     apply.setAttribute("aria-label", `Apply ${row.candidate}`);
     apply.addEventListener("click", () => confirmed(`Apply ${row.candidate}?`, plain(row.changes), `what-if: ${row.candidate}`, "Apply",
-      (why) => change("PUT", "warmkv/policy", { changes: row.changes, why, version: whatif.version })));
+      (why) => change("PUT", "warmkv/policy", { changes: row.changes, why, version: row.version })));
     actions.append(apply);
   }
   if (!row.proposed && !now) {
@@ -146,7 +157,6 @@ function candidate(row) {
 }
 
 function showWhatIf(table) {
-  whatif = table;
   const window = table.window, error = table.model_error?.error;
   const parts = [`${count(window.requests)} requests in the window; ${table.fault ?? table.state}.`];
   if (error) {
@@ -157,7 +167,7 @@ function showWhatIf(table) {
   $("trust").textContent = parts.join(" ");
   const pilot = table.autopilot;
   $("autopilot").textContent = pilot ? `Autopilot: ${pilot.state}: ${pilot.why}.` : "";
-  $("candidates").replaceChildren(...table.candidates.map(candidate));
+  redraw("candidates", table.candidates.map(candidate));
 }
 
 // --- versions
@@ -180,10 +190,14 @@ function version(row, current) {
     make("td", { className: "code", textContent: what }), actions);
 }
 
+// Which gateways have not the version in force that is the last, and why.
+const behind = ({ version, parts }) => Object.entries(parts).filter(([, part]) => part.version !== version)
+  .map(([name, part]) => `Gateway ${name} has version ${part.version} in force, not ${version}${part.fault ? `: ${part.fault}` : "."}`);
+
 function showVersions(now, history) {
-  policy = now;
   const start = { version: 0, who: "", why: "the configuration at start", changes: {}, rolled_back_to: null };
-  $("versions").replaceChildren(...[...history.versions, start].map((row) => version(row, policy.version)));
+  redraw("versions", [...history.versions, start].map((row) => version(row, now.version)));
+  $("behind").textContent = [...behind(now), now.fault].filter(Boolean).join("\n");
 }
 
 // --- doing something
@@ -201,38 +215,53 @@ function confirmed(title, what, why, go, then) {
   $("confirm").showModal();
 }
 
+function outcome(done) {
+  const late = behind(done), came = `Version ${done.version} is ${late.length ? "not in force everywhere yet" : "in force"}.`;
+  say([came, ...late, ...(done.warnings ?? []).map((warning) => `Mind: ${warning}.`)].join(" "), late.length > 0);
+}
+
 async function change(method, path, body) {
+  const own = session;
   try {
     const done = await call(method, path, body);
-    say(done.version === undefined ? "Done." : `Version ${done.version} is in force.`);
+    if (own === session) done.version === undefined ? say("Done.") : outcome(done);
   } catch (error) {
-    say(error.message, true);
+    if (own === session) say(error.message, true);
   }
-  await tables();
+  const found = await readTables().catch(() => null); // whoever follows tells
+  if (own === session && found) showTables(found);
 }
 
 // --- following
 
-async function tables() {
+async function readTables() {
+  const whatif = call("GET", "warmkv/whatif").catch((error) => error);
   const [now, history] = await Promise.all([call("GET", "warmkv/policy"), call("GET", "warmkv/policy/history")]);
-  showVersions(now, history);
-  try {
-    showWhatIf(await call("GET", "warmkv/whatif"));
-  } catch (error) {
-    if (error.status !== 404) throw error;
-    $("trust").textContent = error.message; // no what-if service here
-  }
+  return { now, history, table: await whatif };
 }
 
-async function follow(look, pause) {
-  const own = key;
-  while (key && key === own) {
+function showTables({ now, history, table }) {
+  showVersions(now, history);
+  if (!(table instanceof Error)) showWhatIf(table);
+  else if (table.status === 404) $("trust").textContent = table.message; // no what-if service here
+  else throw table;
+}
+
+async function follow(read, show, pause) {
+  const own = session;
+  let failed = "";
+  while (own === session) {
     if (!document.hidden) {
       try {
-        await look();
+        const found = await read();
+        if (own !== session) return;
+        show(found);
+        if (failed && $("status").textContent === failed) say("It answers again.");
+        failed = "";
       } catch (error) {
-        if (key !== own) return;
-        say(error.message, true);
+        if (own !== session) return;
+        failed = error.message;
+        say(failed, true);
         if (error.status === 401 || error.status === 403) return forget();
       }
     }
@@ -242,11 +271,12 @@ async function follow(look, pause) {
 
 function forget() {
   key = "";
+  session += 1;
   hits = [];
   $("forget").hidden = true;
   for (const id of ["cards", "candidates", "versions"]) $(id).replaceChildren();
   $("scope").textContent = "Connect to see what the service does.";
-  $("trust").textContent = $("autopilot").textContent = "";
+  for (const id of ["trust", "autopilot", "behind"]) $(id).textContent = "";
 }
 
 $("connect").addEventListener("submit", (event) => {
@@ -256,8 +286,8 @@ $("connect").addEventListener("submit", (event) => {
   $("key").value = "";
   $("forget").hidden = false;
   say("Connected.");
-  follow(async () => showLive(await call("GET", "warmkv/live")), LIVE_MS);
-  follow(tables, TABLES_MS);
+  follow(() => call("GET", "warmkv/live"), showLive, LIVE_MS);
+  follow(readTables, showTables, TABLES_MS);
 });
 
 $("forget").addEventListener("click", () => {

@@ -155,6 +155,96 @@ def test_an_operator_sees_applies_and_rolls_back(serve: Any, tmp_path: Path, req
         assert page.text("#versions") == ""
 
 
+PATCH = """
+window.seen = []; window.held = window.altered = null; window.down = false;
+window.fetch = ((fetch) => async (url, options) => {
+  seen.push(url.pathname);
+  if (held) await held;
+  if (down) throw new Error("the network is down");
+  const answer = await fetch(url, options);
+  if (!altered || !url.pathname.endsWith("/policy")) return answer;
+  return new Response(JSON.stringify({ ...await answer.json(), ...altered }), { status: answer.status });
+})(window.fetch)
+"""
+
+
+def put(server: Any, changes: dict[str, Any]) -> None:
+    body = {"changes": changes, "why": "by another"}
+    answer = requests.put(f"{server.url}/v1/warmkv/policy", json=body, headers=OPERATOR, timeout=PATIENCE)
+    assert answer.status_code == 200, answer.text
+
+
+def asked(page: Page, path: str) -> int:
+    """How often the page has asked for a path since PATCH."""
+    return int(page.value(f"seen.filter((path) => path.endsWith('{path}')).length"))
+
+
+def test_a_candidate_is_applied_to_the_version_that_it_was_replayed_with(serve: Any, tmp_path: Path) -> None:
+    server = serve("engine.threads=1", "control.whatif={}")
+    for number in range(ENOUGH + 4):
+        ask(server, f"Question {number}?")
+    with browsing(tmp_path) as page:
+        connect(page, server.url, OPERATOR["x-api-key"])
+        page.value(PATCH)
+        click(page, "Apply ttl-double")
+        put(server, {"prefix_cache.ttls": {"5m": 200, "1h": 7200}})
+        until(lambda: get(server, "whatif")["version"] == 1, "it is replayed anew")
+        page.value("seen = []")
+        until(lambda: asked(page, "/whatif") >= 2, "the page has heard of it")
+        page.press("Enter")
+        until(lambda: "version 0 is not in force: version 1 is" in page.text("#status"), "it is refused")
+        assert get(server, "policy")["settings"]["prefix_cache.ttls"] == {"5m": 200, "1h": 7200}
+
+
+def test_what_is_not_in_force_or_may_not_be_meant_is_told(serve: Any, tmp_path: Path) -> None:
+    server = serve("engine.threads=1")
+    put(server, {"prefix_cache.ttls": {"5m": 300}})
+    put(server, {"prefix_cache.ttls": {"5m": 300, "1h": 3600}})
+    with browsing(tmp_path) as page:
+        connect(page, server.url, OPERATOR["x-api-key"])
+        click(page, "Roll back to version 1")
+        page.type("#why", "as it was")
+        page.press("Enter")
+        until(lambda: "Version 3 is in force." in page.text("#status"), "it is rolled back")
+        assert "mark a prefix with the TTL '1h' are refused from now on; there are 5m." in page.text("#status")
+        assert page.text("#behind") == ""
+        page.value(PATCH)
+        page.value("altered = {parts: {b: {version: 1, fault: 'no price for 1h'}}, fault: 'versions cannot be read'}")
+        until(lambda: "versions cannot be read" in page.text("#behind"), "what is wrong with the versions is shown")
+        assert "Gateway b has version 1 in force, not 3: no price for 1h" in page.text("#behind")
+        page.value("altered = null")
+        until(lambda: page.text("#behind") == "", "it is gone with its reason")
+        page.value("down = true")
+        until(lambda: page.text("#status") == "the network is down", "a failure is told")
+        page.value("down = false")
+        until(lambda: page.text("#status") == "It answers again.", "and its end")
+
+
+def test_a_session_ends_with_its_key_and_the_focus_stays_where_it_is(serve: Any, tmp_path: Path) -> None:
+    server = serve("engine.threads=1")
+    put(server, {"routing.overload": 3})
+    with browsing(tmp_path) as page:
+        connect(page, server.url, OPERATOR["x-api-key"])
+        until(lambda: page.text("#cards") != "", "it is connected")
+        page.value(PATCH)
+        page.value("held = new Promise((resolve) => { window.release = resolve; }); true")
+        until(lambda: page.value("seen.length") >= 3, "it asks again")
+        page.value("document.getElementById('forget').click()")
+        page.value("held = null; release()")
+        page.value("new Promise((resolve) => setTimeout(resolve, 500))")
+        assert page.text("#cards") == page.text("#versions") == ""
+        for _ in range(3):  # the same key again and again
+            page.type("#key", OPERATOR["x-api-key"])
+            page.press("Enter")
+        until(lambda: page.text("#versions") != "", "it is connected again")
+        page.value("document.querySelector('#versions button').focus()")
+        page.value("document.querySelector('#versions tr').dataset.old = 'yes'; seen = []; true")
+        until(lambda: page.value("document.querySelector('#versions [data-old]') === null"), "the table is drawn anew")
+        assert page.value("document.activeElement.getAttribute('aria-label')") == "Roll back to version 0"
+        until(lambda: asked(page, "/history") >= 2, "some seconds pass")
+        assert asked(page, "/live") <= 6
+
+
 def test_live_figures_are_of_the_last_minutes_and_priced(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, OPERATORS)
     live = "/v1/warmkv/live"
