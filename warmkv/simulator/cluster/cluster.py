@@ -273,7 +273,7 @@ class Cluster:
                 if self._scales and len(self._fleets) > 1:
                     self._count(job.number, self._group_of[name])
                 fleet.transfers[name].take(job, fetch)
-                gateway.sent(job, name, replica.ongoing, now)
+                gateway.sent(job, name, replica.ongoing)
                 return
         replicas = [self._fleets[self._group_of[name]].serving[name] for name in order]
         self._refuse(job, too_large=not any(replica.ever_fits(job) for replica in replicas))
@@ -366,7 +366,7 @@ class Cluster:
 
     def _gone(self, name: str) -> None:
         for gateway in self._gateways:
-            gateway.drop(name)
+            gateway.in_flight.drop(name)
 
     def _lost(self, jobs: Sequence[Job]) -> None:
         """Resend the requests of a lost replica, as often and as soon as the gateway does."""

@@ -3,7 +3,7 @@
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.simulator.cluster.test_autoscaling import SCALING
@@ -79,6 +79,7 @@ def test_transfers_occur_in_these_logs():
     """Else the test above says nothing."""
     fetched = []
 
+    @settings(max_examples=100)
     @given(logs(POLICIES), SETTINGS)
     def run_them(records, flags):
         fetched.append(run(records, eager(*flags))[1].moved.fetches)
