@@ -217,14 +217,18 @@ class PrefixLedger:
         """
         self.expire()
         now, ttl, held, new = self._clock(), self._lifetimes.default, self._held, set(keys)
+        dead: set[bytes] = set()
         for key in reversed(keys):  # the last one's chain has the others
-            if key in held:
+            if key in held or key in dead:
                 continue
             chain = self._blocks.chain(key)
-            if not chain or any(name not in held and (name in self._names or name not in new) for name in chain):
-                continue  # requests know it by other names, by which it is read, or it has expired
-            tenant = self._tenants.get(self._blocks.root(key), "")
-            self._apply(self._cache.keep(chain, self._size, ttl, now, tenant))
+            # Requests know a block by other names, by which it is read, or it has expired: with all behind it.
+            alive = len(list(takewhile(lambda name: name in held or (name in new and name not in self._names), chain)))
+            if alive < len(chain):
+                dead.update(chain[alive:])
+            elif chain:
+                tenant = self._tenants.get(self._blocks.root(key), "")
+                self._apply(self._cache.keep(chain, self._size, ttl, now, tenant))
 
     def _named(self, key: bytes) -> Iterable[bytes]:
         return (key, *self._names.get(key, ()))
