@@ -7,7 +7,7 @@ decides by what it lacks and by times that it measured itself (`TransferTimes`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -63,6 +63,18 @@ def plan(replicas: Sequence[str], warm: dict[str, Depths], load: dict[str, int],
 def worth_fetching() -> float:
     """Return the blocks from which on fetching them costs less than computing them."""
     return max(TRANSFER_MIN_BLOCKS, TRANSFER_START / (1 - TRANSFER_BLOCK))
+
+
+def pieces(sizes: Iterable[int], most: int) -> Iterator[range]:
+    """Yield the items that go together, in their order: at most `most` bytes, or one that is larger by itself."""
+    begin = end = total = 0
+    for size in sizes:
+        if end > begin and total + size > most:
+            yield range(begin, end)
+            begin, total = end, 0
+        end, total = end + 1, total + size
+    if end > begin:
+        yield range(begin, end)
 
 
 def choose_successor(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,15 @@ from typing import Any, Literal
 
 from warmkv import recorders, telemetry
 from warmkv.policies import budgets
-from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTerms, TransferTimes, choose_successor
+from warmkv.policies.transfer import (
+    CONCURRENT,
+    HANDOVER_BYTES,
+    Fetch,
+    TransferTerms,
+    TransferTimes,
+    choose_successor,
+    pieces,
+)
 from warmkv.replicas.block_store.exchange import BlockPayload, StoredBlock, hottest, lend, seal, take, unseal
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started, ToReplica
@@ -190,18 +197,14 @@ class Transfers:
             """Offer chains without their first entries, piece by piece; those that were not taken."""
             nonlocal taken
             keys = [(key, chain) for chain, known in share for key in chain[known:]]
-            while keys:
-                sizes = itertools.accumulate(blocks[key][1].nbytes for key, _ in keys)
-                count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= terms.piece_bytes, sizes)))
-                piece = [blocks[key] for key, _ in keys[:count]]
+            for piece in pieces((blocks[key][1].nbytes for key, _ in keys), terms.piece_bytes):
                 try:
-                    payloads = await asyncio.to_thread(_sealed, piece)
+                    payloads = await asyncio.to_thread(_sealed, [blocks[keys[at][0]] for at in piece])
                     async with asyncio.timeout(terms.timeout_seconds):
                         taken += await offer(BlocksOffered(peer, store.identity.document(), payloads))
                 except Exception as error:
                     log.warning("%s takes no blocks over: %s: %s", peer, type(error).__name__, error)
-                    return list(dict.fromkeys(chain for _, chain in keys))
-                del keys[:count]
+                    return list(dict.fromkeys(chain for _, chain in keys[piece.start :]))
             return []
 
         with contextlib.suppress(TimeoutError):

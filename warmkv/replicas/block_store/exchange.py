@@ -18,6 +18,7 @@ import torch
 from warmkv.policies.prefix_tree.held import HeldBlock
 from warmkv.policies.prefix_tree.nodes import Node
 from warmkv.policies.prefix_tree.tree import Path
+from warmkv.policies.transfer import pieces
 from warmkv.replicas.block_store import disk
 from warmkv.replicas.block_store.disk import Header
 from warmkv.replicas.block_store.formats import Packed, pack
@@ -120,10 +121,9 @@ def lend(
         chain = chain[: max(end for end, _, _ in summed)]
         beside += [(node, stored) for _, node, stored in summed]
     wanted = chain[first:]
-    sizes = itertools.accumulate(packed.nbytes for _, packed in wanted)
-    count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= most, sizes)))
-    if count < len(wanted):
-        return wanted[:count], True
+    piece = next(pieces((packed.nbytes for _, packed in wanted), most), range(0))
+    if piece.stop < len(wanted):
+        return wanted[: piece.stop], True
     return wanted + [stored for _, stored in beside], False
 
 

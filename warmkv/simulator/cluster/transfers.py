@@ -13,7 +13,15 @@ from typing import Any
 
 import simpy
 
-from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTerms, TransferTimes, choose_successor
+from warmkv.policies.transfer import (
+    CONCURRENT,
+    HANDOVER_BYTES,
+    Fetch,
+    TransferTerms,
+    TransferTimes,
+    choose_successor,
+    pieces,
+)
 from warmkv.simulator.cache.chains import Chain, MovedBlock
 from warmkv.simulator.cache.replica_cache import ReplicaCache
 from warmkv.simulator.cluster.replica import Job, SimulatedReplica
@@ -160,20 +168,16 @@ class ChainSlice:
 
 def pieces_of(parts: Sequence[ChainSlice], most: int) -> list[list[ChainSlice]]:
     """Split entries into pieces of at most `most` bytes, at least one entry each."""
-    pieces: list[list[ChainSlice]] = []
-    left = 0
-    for part in parts:
-        for at in range(part.first, part.last):
-            size = part.chain[at].size
-            if not pieces or size > left:
-                pieces.append([])
-                left = most
-            left -= size
-            if pieces[-1] and pieces[-1][-1].chain is part.chain:
-                pieces[-1][-1] = ChainSlice(part.chain, pieces[-1][-1].first, at + 1)
+    entries = [(part.chain, at) for part in parts for at in range(part.first, part.last)]
+    found: list[list[ChainSlice]] = []
+    for piece in pieces((chain[at].size for chain, at in entries), most):
+        found.append([])
+        for chain, at in entries[piece.start : piece.stop]:
+            if found[-1] and found[-1][-1].chain is chain:
+                found[-1][-1] = ChainSlice(chain, found[-1][-1].first, at + 1)
             else:
-                pieces[-1].append(ChainSlice(part.chain, at, at + 1))
-    return pieces
+                found[-1].append(ChainSlice(chain, at, at + 1))
+    return found
 
 
 def hand_over(
@@ -196,14 +200,14 @@ def hand_over(
     chains: Sequence[Chain] = cache.chains.hottest(HANDOVER_BYTES, env.now)
     holders = {entry.key: holders_of(entry) for chain in chains for entry in chain}
 
-    def give(name: str, pieces: Sequence[Sequence[ChainSlice]]) -> Process:
+    def give(name: str, share: Sequence[Sequence[ChainSlice]]) -> Process:
         """Offer piece after piece; the number of those that were taken."""
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(share):
             nbytes = sum(entry.size for part in piece for entry in part.chain[part.first : part.last])
             seconds = terms.start_seconds + nbytes * terms.byte_seconds
             yield env.timeout(min(seconds, terms.timeout_seconds))
             if not there() or env.now > deadline:
-                return len(pieces)
+                return len(share)
             heir_cache = peer(name)
             if seconds > terms.timeout_seconds or heir_cache is None:
                 return number
@@ -212,20 +216,20 @@ def hand_over(
                 if heir_cache.chains.holds(part.chain[: part.first], env.now):
                     heir_cache.take_over([part.chain[: part.last]], env.now)
             moved.handed_bytes += nbytes
-        return len(pieces)
+        return len(share)
 
     while chains and names and there() and env.now < deadline:
-        shares: dict[str, list[ChainSlice]] = {name: [] for name in names}
+        parts: dict[str, list[ChainSlice]] = {name: [] for name in names}
         for chain in chains:
             keys = [entry.key for entry in chain]
             name, known = choose_successor(keys, names, holders)
-            shares[name].append(ChainSlice(chain, known, len(chain)))
+            parts[name].append(ChainSlice(chain, known, len(chain)))
             for key in keys[known:]:
                 holders[key] = [*holders[key], name]
-        pieces = {name: pieces_of(share, terms.piece_bytes) for name, share in shares.items()}
-        given = {name: env.process(give(name, share)) for name, share in pieces.items()}
+        shares = {name: pieces_of(part, terms.piece_bytes) for name, part in parts.items()}
+        given = {name: env.process(give(name, share)) for name, share in shares.items()}
         yield env.all_of(given.values()) | env.timeout(deadline - env.now)
-        taken = {name: process.value if process.triggered else len(pieces[name]) for name, process in given.items()}
-        names = [name for name in names if taken[name] == len(pieces[name])]
-        rests = [part.chain for name, count in taken.items() for piece in pieces[name][count:] for part in piece]
+        taken = {name: process.value if process.triggered else len(shares[name]) for name, process in given.items()}
+        names = [name for name in names if taken[name] == len(shares[name])]
+        rests = [part.chain for name, count in taken.items() for piece in shares[name][count:] for part in piece]
         chains = list({chain[-1].key: chain for chain in rests}.values())
