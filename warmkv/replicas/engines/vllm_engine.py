@@ -41,11 +41,11 @@ from warmkv.replicas.protocol import (
     Failed,
     Finished,
     GenerateRequest,
-    QueueFullError,
     SamplingParams,
     Started,
     TokenLogprobs,
 )
+from warmkv.replicas.refusals import check_queue
 from warmkv.replicas.transfer import BlockPayloads, BlocksOffered
 
 log = logging.getLogger(__name__)
@@ -137,11 +137,8 @@ class VllmEngine:
             self._model.max_context,
             self._model.sizes.vocabulary,
         )
-        waiting = len(self._tasks) - self._config.max_slots
-        now = self._clock()
-        if waiting >= self._config.max_queue and not request.resume:
-            seconds = self._completions.seconds(waiting - self._config.max_queue + 1, now)
-            raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)", waiting, seconds)
+        waiting, now = len(self._tasks) - self._config.max_slots, self._clock()
+        check_queue(request, waiting, self._config.max_queue, self._completions, now)
         if not self._tasks:
             self._completions.begin(now)
             self._steps.turned = now
