@@ -250,34 +250,28 @@ class Dispatcher:
         view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given, idle, session)
         order = rank(view, config, self._random)
         self._turn += 1
-        asked = False
+        reason = ""
         if wanted is not None and wanted in order and config.allow_request_replica:
-            asked = True
+            reason = "asked"
             order.remove(wanted)
             order.insert(0, wanted)
         best = order[0]
         matched = warm[best][-1] if best in warm else 0
         known = in_flight_prefixes.get(best, matched)
-        if asked:
-            reason = "asked"
-        elif config.policy != "prefix_cost":
-            reason = config.policy
-        elif known > matched:
-            reason = "in_flight_prefixes"
-        elif most > matched or in_flight_prefixes:
-            reason = "load"
-        else:
-            reason = "warm" if warm else "cold"
+        reason = reason or _reason(config.policy, matched, known, max(in_flight_prefixes.values(), default=most))
         if fetch is not None:
             known = max(known, fetch.blocks)
-        blocks = len(hashes) - known
-        self.in_flight.book(request, best, blocks)
-        if self.breaker:
-            self.breaker.sent(request, best)
+        self._book(request, best, len(hashes) - known)
         if leaves > matched:
             self.in_flight.in_flight_prefixes.add(request, best, hashes, matched, leaves)
-        self.recent.give(best, 1 + PREFILL_WEIGHT * blocks)
         return RoutingDecision(order, reason, matched, fetch, known)
+
+    def _book(self, request: Hashable, replica: str, blocks: int) -> None:
+        """Book a request on a replica, which has to compute `blocks` for it."""
+        self.in_flight.book(request, replica, blocks)
+        if self.breaker:
+            self.breaker.sent(request, replica)
+        self.recent.give(replica, 1 + PREFILL_WEIGHT * blocks)
 
     def ended(self, request: Hashable, replica: str | None, outcome: Outcome) -> None:
         """Hear how an attempt ended, and where; None if it came to no replica."""
@@ -287,3 +281,14 @@ class Dispatcher:
         """Check a part of the match that a choice relied on; for after the decision."""
         if choice.matched:
             self.index.mend(choice.order[0], hashes[: choice.matched], self._random.randrange(MEND_EVERY))
+
+
+def _reason(policy: str, matched: int, known: int, most: int) -> str:
+    """Say why a replica is best that has `matched` blocks of a prompt and is about to have `known`; some has `most`."""
+    if policy != "prefix_cost":
+        return policy
+    if known > matched:
+        return "in_flight_prefixes"
+    if most > matched:
+        return "load"
+    return "warm" if matched else "cold"
