@@ -20,9 +20,9 @@ from warmkv.policies.prefix_tree.held import Change, Left
 from warmkv.policies.tiers import Tier
 from warmkv.prefixes import hashing
 from warmkv.prefixes.index import TIERS
+from warmkv.replicas.block_store.presence import Publish
 from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.store import LEFT
-from warmkv.replicas.engines.interface import Publish
 from warmkv.replicas.engines.kv_events import TIER_OF, BlocksStored, KVEvent, VllmBlocks, cache_salt, root_of
 from warmkv.replicas.protocol import GenerateRequest
 

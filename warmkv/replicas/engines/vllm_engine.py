@@ -25,11 +25,12 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas import device_memory
 from warmkv.replicas.background import Background
+from warmkv.replicas.block_store.presence import Publish
 from warmkv.replicas.completions import Completions
 from warmkv.replicas.engine.scheduler import Emit
 from warmkv.replicas.engine.stats import EngineStats
 from warmkv.replicas.engines.event_stream import EventStream
-from warmkv.replicas.engines.interface import Parts, Place, Publish
+from warmkv.replicas.engines.interface import Parts, Place
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.engines.orphans import children_end_with_this_process, settled
 from warmkv.replicas.engines.vllm_requests import check, generate
