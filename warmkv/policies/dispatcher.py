@@ -14,7 +14,7 @@ from warmkv.config import RoutingConfig
 from warmkv.policies.breaker import Breaker, Outcome
 from warmkv.policies.in_flight_prefixes import InFlightPrefixes
 from warmkv.policies.routing import PREFILL_WEIGHT, View, rank
-from warmkv.policies.transfer import Fetch, plan
+from warmkv.policies.transfer import Fetch, choose_donor
 from warmkv.prefixes.index import MEND_EVERY, PUBLISH_SECONDS, Depths, PrefixIndex
 
 HALF_LIFE = 100
@@ -236,7 +236,7 @@ class Dispatcher:
         config, load = config or self._config, self.in_flight.known_load(replicas)
         if warm is None:
             warm = self.index.longest_match(hashes)
-        fetch = plan(replicas, warm, load, config) if moves else None
+        fetch = choose_donor(replicas, warm, load, config) if moves else None
         most = 0
         for depths in warm.values():
             most = max(most, depths[2])

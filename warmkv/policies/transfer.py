@@ -1,7 +1,7 @@
 """Moving warm blocks between replicas: from whom to fetch, and whether that is faster than to compute. Pure.
 
-The router names a donor by what its index says and by configured costs (`plan`). The replica that gets the request
-decides by what it lacks and by times that it measured itself (`TransferTimes`). The simulator does both.
+The router names a donor by what its index says and by configured costs (`choose_donor`). The replica that gets the
+request decides by what it lacks and by times that it measured itself (`TransferTimes`). The simulator does both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Fetch(NamedTuple):
     always: bool = False  # fetch also where computing is expected to be faster
 
 
-def plan(replicas: Sequence[str], warm: dict[str, Depths], load: dict[str, int], config: RoutingConfig) -> Fetch | None:
+def choose_donor(
+    replicas: Sequence[str], warm: dict[str, Depths], load: dict[str, int], config: RoutingConfig
+) -> Fetch | None:
     """Choose the replica to fetch from: the one that holds most in memory, among equals the least loaded.
 
     It holds for every other replica, since Serve may take another than the best. None if no replica would gain.

@@ -85,19 +85,19 @@ class Transfers:
 
     def helps(self, request: GenerateRequest) -> bool:
         """Return True if a request's router knows of another replica that may have what it lacks here."""
-        plan = request.fetch if request.sampling.prompt_logprobs is None else None  # else all of it is computed
-        return plan is not None and plan.donor != self._name and self._engine.store.enabled
+        fetch = request.fetch if request.sampling.prompt_logprobs is None else None  # else all of it is computed
+        return fetch is not None and fetch.donor != self._name and self._engine.store.enabled
 
     async def prepare(self, request: GenerateRequest) -> None:
         """Fetch what a request lacks, if its router knows where that is; return within the time limit."""
-        plan = request.fetch
-        if plan is None or not self.helps(request):
+        fetch = request.fetch
+        if fetch is None or not self.helps(request):
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._terms.timeout_seconds):
-                await self._bring(request, plan, request.hashes[: plan.blocks])
+                await self._bring(request, fetch, request.hashes[: fetch.blocks])
 
-    async def _bring(self, request: GenerateRequest, plan: Fetch, keys: Sequence[bytes]) -> None:
+    async def _bring(self, request: GenerateRequest, fetch: Fetch, keys: Sequence[bytes]) -> None:
         """Wait for others who fetch the same, then fetch what is lacking still."""
         store = self._engine.store
         size = store.block_size
@@ -107,11 +107,11 @@ class Transfers:
             flight = self._flights.get(keys[memory])
             if flight is None:
                 gain = self.times.gain((len(keys) - held) * size, (len(keys) - memory) * block_bytes)
-                if gain <= 0 and not plan.always:
+                if gain <= 0 and not fetch.always:
                     self.times = self.times.declined()
                     self._count("slower")
                 else:
-                    flight = asyncio.create_task(self._fly(request, plan.donor, keys))
+                    flight = asyncio.create_task(self._fly(request, fetch.donor, keys))
                     self._flights |= dict.fromkeys(keys[memory:], flight)
                     await asyncio.shield(flight)
                 return

@@ -8,14 +8,22 @@ from hypothesis import strategies as st
 
 from warmkv.config import Config, RoutingConfig, load
 from warmkv.policies.routing import View, rank
-from warmkv.policies.transfer import Fetch, RunningLine, TransferTerms, TransferTimes, choose_successor, pieces, plan
+from warmkv.policies.transfer import (
+    Fetch,
+    RunningLine,
+    TransferTerms,
+    TransferTimes,
+    choose_donor,
+    choose_successor,
+    pieces,
+)
 
 REPLICAS = ["a", "b", "c"]
 DEPTHS = st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)).map(lambda depths: tuple(sorted(depths)))
 
 
 def planned(warm, config, load=None):
-    return plan(REPLICAS, warm, load or {}, config)
+    return choose_donor(REPLICAS, warm, load or {}, config)
 
 
 def test_the_donor_is_who_holds_most_in_memory():

@@ -74,22 +74,22 @@ class SimulatedTransfers:
         if tokens := job.prompt - job.reused:
             self._prefills.append((tokens, self._env.now - job.started))
 
-    def take(self, job: Job, plan: Fetch | None) -> None:
+    def take(self, job: Job, fetch: Fetch | None) -> None:
         """Hand a job to the replica, and before that fetch what it lacks, if its router knows where that is."""
-        flight = None if plan is None or plan.donor == self._replica.name else self._flight(job, plan)
-        if plan is None or flight is None:
+        flight = None if fetch is None or fetch.donor == self._replica.name else self._flight(job, fetch)
+        if fetch is None or flight is None:
             self._replica.submit(job)
             return
         self._replica.expect()
         self.preparing[job] = None
-        self._env.process(self._prepare(job, plan, flight))
+        self._env.process(self._prepare(job, fetch, flight))
 
     def close(self) -> list[Job]:
         """Close the transfers of a lost replica; return the requests that waited for blocks."""
         self._open = False
         return list(self.preparing)
 
-    def _prepare(self, job: Job, plan: Fetch, flight: Flight | None) -> Process:
+    def _prepare(self, job: Job, fetch: Fetch, flight: Flight | None) -> Process:
         """Wait for blocks, those that others fetch first, and then for what is lacking still; but not for too long."""
         deadline = self._env.now + self._terms.timeout_seconds
         while flight is not None and self._env.now < deadline:
@@ -98,23 +98,23 @@ class SimulatedTransfers:
                 return
             if flight.job is job or not flight.process.triggered or not flight.process.value:
                 break
-            flight = self._flight(job, plan)
+            flight = self._flight(job, fetch)
         del self.preparing[job]
         self._replica.submit(job, expected=True)
 
-    def _flight(self, job: Job, plan: Fetch) -> Flight | None:
+    def _flight(self, job: Job, fetch: Fetch) -> Flight | None:
         """Return the fetch to wait for: another job's for the same blocks, or a new one if faster than computing."""
-        _, memory, held = self._replica.cache.leading(job.blocks, plan.blocks, self._env.now)
-        if held == plan.blocks:
+        _, memory, held = self._replica.cache.leading(job.blocks, fetch.blocks, self._env.now)
+        if held == fetch.blocks:
             return None
-        keys = job.keys[memory : plan.blocks]
+        keys = job.keys[memory : fetch.blocks]
         flight = self._flights.get(keys[0])
         if flight is None:
-            if self._gain(job, plan.blocks - held, len(keys)) <= 0 and not plan.always:
+            if self._gain(job, fetch.blocks - held, len(keys)) <= 0 and not fetch.always:
                 self._times = self._times.declined()
                 self._moved.declined += 1
                 return None
-            flight = Flight(job, self._env.process(self._fly(job, plan)))
+            flight = Flight(job, self._env.process(self._fly(job, fetch)))
             self._flights |= dict.fromkeys(keys, flight)
         return flight
 
@@ -124,7 +124,7 @@ class SimulatedTransfers:
             self._times = self._times.computed(*self._prefills.popleft())
         return self._times.gain(computed * job.block_size, fetched * self._block_bytes)
 
-    def _fly(self, job: Job, plan: Fetch) -> Process:
+    def _fly(self, job: Job, fetch: Fetch) -> Process:
         """Fetch blocks piece by piece, those that are lacking in memory; whether any came."""
         env, terms, cache = self._env, self._terms, self._replica.cache
         deadline, total = env.now + terms.timeout_seconds, 0
@@ -133,17 +133,17 @@ class SimulatedTransfers:
             began, wait, more = env.now, terms.start_seconds, room.triggered
             while more and self._open:
                 cache.expire(env.now)
-                _, first, _ = cache.leading(job.blocks, plan.blocks, env.now)
-                donor = self._donors(plan.donor)
-                if first == plan.blocks or donor is None:
+                _, first, _ = cache.leading(job.blocks, fetch.blocks, env.now)
+                donor = self._donors(fetch.donor)
+                if first == fetch.blocks or donor is None:
                     break
                 donor.cache.expire(env.now)
                 sums = bool(job.sum_bytes)
-                transfer = donor.cache.chains.lend(job.blocks, first, plan.blocks, terms.piece_bytes, sums, env.now)
+                transfer = donor.cache.chains.lend(job.blocks, first, fetch.blocks, terms.piece_bytes, sums, env.now)
                 seconds, wait = wait + transfer.nbytes * terms.byte_seconds, 0.0
                 late = env.now + seconds >= deadline
                 yield env.timeout(max(0.0, deadline - env.now) if late else seconds)
-                if late or not self._open or not transfer.nbytes or self._donors(plan.donor) is not donor:
+                if late or not self._open or not transfer.nbytes or self._donors(fetch.donor) is not donor:
                     break
                 cache.expire(env.now)
                 cache.adopt(job.blocks, transfer, env.now)
