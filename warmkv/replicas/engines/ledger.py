@@ -182,9 +182,7 @@ class PrefixLedger:
             tails = [tail for name in touched for tail in self._tails.get(name, ())]
             self._cache.tree.lose([key for key in (*tails, *reversed(touched)) if key in self._held], 0)
             self._apply(self._cache.tree.changes())
-            for key in changes.gone:
-                for name in self._names.pop(key, ()):
-                    self._own.pop(name, None)
+            self._forget_names(changes.gone)
             if self._lifetimes.automatic:
                 self._keep(list(changes.stored))
             self._tell([name for key in changes.stored for name in self._named(key)])
@@ -195,13 +193,14 @@ class PrefixLedger:
 
     def drop(self, tenant: str) -> int:
         """Forget what is stored of a tenant: no request finds it any more; the bytes."""
-        before = sum(self.tier_bytes.values())
+        before, gone = sum(self.tier_bytes.values()), list[bytes]()
         for root, name in self._tenants.items():
             if name == tenant:
                 self._generations[root] = self._generations.get(root, 0) + 1
-                self._blocks.forget(root)
+                gone += self._blocks.forget(root)
         self._cache.tree.drop(tenant, set())
         self._apply(self._cache.tree.changes(), "dropped")
+        self._forget_names(gone)
         return before - sum(self.tier_bytes.values())
 
     def _root_of(self, salt: str | None) -> bytes | None:
@@ -229,6 +228,12 @@ class PrefixLedger:
             elif chain:
                 tenant = self._tenants.get(self._blocks.root(key), "")
                 self._apply(self._cache.keep(chain, self._size, ttl, now, tenant))
+
+    def _forget_names(self, keys: Iterable[bytes]) -> None:
+        """Forget the other names of blocks that vLLM's cache has no more."""
+        for key in keys:
+            for name in self._names.pop(key, ()):
+                self._own.pop(name, None)
 
     def _named(self, key: bytes) -> Iterable[bytes]:
         return (key, *self._names.get(key, ()))

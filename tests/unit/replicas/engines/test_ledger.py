@@ -222,6 +222,16 @@ def test_prefixes_of_a_tenant_that_are_dropped_are_found_no_more():
     assert vllm.ledger.left["device", "dropped"] == 2
 
 
+def test_other_names_of_blocks_are_forgotten_when_a_tenant_s_prefixes_are_dropped():
+    """vLLM tells of these blocks' evictions later, when they are nobody's any more."""
+    vllm = Vllm()
+    vllm.answer(asked(list(range(9)), other=True))
+    assert len(vllm.ledger._own) == len(vllm.ledger._names) == 1
+    vllm.ledger.drop("t0")
+    assert not vllm.ledger._own
+    assert not vllm.ledger._names
+
+
 def test_blocks_behind_what_has_outlived_its_ttl_are_looked_at_once(monkeypatch):
     """A prompt of thousands of blocks that goes on after its TTL held up the event loop, block by block."""
     vllm = Vllm()
