@@ -127,15 +127,18 @@ class SimulatedTransfers:
     def _fly(self, job: Job, fetch: Fetch) -> Process:
         """Fetch blocks piece by piece, those that are lacking in memory; whether any came."""
         env, terms, cache = self._env, self._terms, self._replica.cache
-        deadline, total = env.now + terms.timeout_seconds, 0
+        deadline, total, lost = env.now + terms.timeout_seconds, 0, False
         with self._room.request() as room:
             yield room | env.timeout(terms.timeout_seconds)
             began, wait, more = env.now, terms.start_seconds, room.triggered
             while more and self._open:
                 cache.expire(env.now)
                 _, first, _ = cache.leading(job.blocks, fetch.blocks, env.now)
+                if first == fetch.blocks:
+                    break
                 donor = self._donors(fetch.donor)
-                if first == fetch.blocks or donor is None:
+                if donor is None:
+                    lost = True
                     break
                 donor.cache.expire(env.now)
                 sums = bool(job.sum_bytes)
@@ -143,7 +146,8 @@ class SimulatedTransfers:
                 seconds, wait = wait + transfer.nbytes * terms.byte_seconds, 0.0
                 late = env.now + seconds >= deadline
                 yield env.timeout(max(0.0, deadline - env.now) if late else seconds)
-                if late or not self._open or not transfer.nbytes or self._donors(fetch.donor) is not donor:
+                lost = self._donors(fetch.donor) is not donor
+                if late or lost or not self._open or not transfer.nbytes:
                     break
                 cache.expire(env.now)
                 cache.adopt(job.blocks, transfer, env.now)
@@ -151,7 +155,8 @@ class SimulatedTransfers:
                 more = transfer.more and cache.leading(job.blocks, transfer.blocks, env.now)[2] == transfer.blocks
         self._flights = {key: flight for key, flight in self._flights.items() if flight.job is not job}
         if self._open and room.triggered:
-            self._times = self._times.fetched(total, env.now - began)
+            if not lost:  # what fails tells nothing of the next
+                self._times = self._times.fetched(total, env.now - began)
             self._moved.fetches += total > 0
             self._moved.fetched_bytes += total
         return total > 0
