@@ -380,11 +380,10 @@ class Cluster:
                 continue
             job.retries += not begun
             job.resumptions += begun
-            if attempts == 1:
-                self._send(job)
+            if pause := retry_pause(attempts):
+                self._env.timeout(pause).callbacks.append(lambda _, job=job: self._send(job))
             else:
-                again = self._env.timeout(retry_pause(attempts))
-                again.callbacks.append(lambda _, job=job: self._send(job))
+                self._send(job)
 
 
 def _arrivals(clock: Clock, jobs: Jobs, arrive: Callable[[Job], None]) -> None:
