@@ -27,7 +27,6 @@ from warmkv.replicas.protocol import GenerateRequest
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0  # between attempts to reach a directory that is away
-OTHERS_SECONDS = 10.0  # for which a replica's word of other gateways' requests counts
 
 
 class Router:
@@ -39,10 +38,9 @@ class Router:
     def __init__(
         self, config: Config, recorder: recorders.Recorder, random: Random, clock: Callable[[], float]
     ) -> None:
-        self._config, self._recorder, self._clock = config, recorder, clock
+        self._config, self._recorder = config, recorder
         self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock, late=True)
         self._lifetimes = Lifetimes.of(config.prefix_cache)
-        self._others: dict[str, tuple[int, float]] = {}  # requests of other gateways by replica, and when it said so
 
     def taking(self, replicas: Sequence[str]) -> int:
         """Count those of the replicas whose circuit is not open."""
@@ -84,11 +82,10 @@ class Router:
     def admitted(self, replica: str, ongoing: int) -> None:
         """Take a replica's word of how many requests it has, one of ours that it has just taken included."""
         if self._config.cluster.gateways > 1:
-            self._others[replica] = max(0, ongoing - self.load(replica)), self._clock()
+            self._dispatcher.in_flight.told(replica, ongoing)
 
     def disconnected(self, replica: str) -> None:
         """Forget what is booked on a replica whose connection is lost."""
-        self._others.pop(replica, None)
         self._dispatcher.in_flight.drop(replica)
 
     def gone(self, replica: str) -> None:
@@ -102,7 +99,6 @@ class Router:
             request.hashes,
             replicas,
             wanted=request.replica,
-            queues=self._queues(replicas),
             avoid=_failed(attempt) if attempt.given_up else (),
             leaves=self._leaves(request),
             config=attempt.routing,
@@ -140,12 +136,6 @@ class Router:
             return 0
         lifetimes = request.lifetimes or self._lifetimes
         return lifetimes.stored_blocks(request.marks, len(request.hashes), cache.block_size)
-
-    def _queues(self, replicas: Sequence[str]) -> dict[str, int]:
-        """Return the requests in flight by replica, those of other gateways included, as far as it said so lately."""
-        since = self._clock() - OTHERS_SECONDS
-        known = {name: self._others[name] for name in replicas if name in self._others}
-        return {name: self.load(name) + others for name, (others, said) in known.items() if said > since}
 
     # --- the prefix directory
 

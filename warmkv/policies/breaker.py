@@ -85,5 +85,5 @@ class Breaker:
 
 
 def retry_pause(failures: int) -> float:
-    """Return the seconds until a request is sent again, after its second failure or a later one."""
-    return RETRY_SECONDS * 2.0 ** (failures - 2)
+    """Return the seconds until a request is sent again: 0 after its first failure, for another replica may be well."""
+    return RETRY_SECONDS * 2.0 ** (failures - 2) if failures > 1 else 0.0

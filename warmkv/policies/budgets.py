@@ -87,18 +87,21 @@ def is_compressed(spec: PolicySpec, prompt_tokens: int) -> bool:
 
 def layer_budgets(spec: PolicySpec, prompt_tokens: int, layers: int) -> list[int]:
     """Return the tokens per KV head that each layer keeps, the average or the most where `follows_content`."""
-    spec = resolve_auto(spec, prompt_tokens)
-    kept = _kept(spec, prompt_tokens)
-    differing = spec.method.layer_budgets(kept, prompt_tokens, layers) if kept < prompt_tokens else None
+    kept, differing = _by_layer(spec, prompt_tokens, layers)
     return [kept] * layers if differing is None else differing
 
 
 def layer_counts(spec: PolicySpec, prompt_tokens: int, layers: int) -> dict[int, int]:
     """Count the layers that keep each number of tokens per KV head."""
+    kept, differing = _by_layer(spec, prompt_tokens, layers)
+    return {kept: layers} if differing is None else Counter(differing)
+
+
+def _by_layer(spec: PolicySpec, prompt_tokens: int, layers: int) -> tuple[int, list[int] | None]:
+    """Return what a KV head keeps on average, and in each layer; None where all layers keep that."""
     spec = resolve_auto(spec, prompt_tokens)
     kept = _kept(spec, prompt_tokens)
-    differing = spec.method.layer_budgets(kept, prompt_tokens, layers) if kept < prompt_tokens else None
-    return {kept: layers} if differing is None else Counter(differing)
+    return kept, spec.method.layer_budgets(kept, prompt_tokens, layers) if kept < prompt_tokens else None
 
 
 def with_room(spec: PolicySpec, layers: list[int], kept: int) -> list[int]:
@@ -137,7 +140,7 @@ def slot_limit(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int)
     if spec.decode == "append":
         return appended
     if kept < prompt_tokens:  # the budget is used up: every new token takes the place of another
-        return kept if new_tokens > 1 else min(kept, appended)
+        return kept
     budget = _budget(spec, prompt_tokens)
     assert budget is not None
     return min(max(budget, kept), appended)

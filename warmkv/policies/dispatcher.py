@@ -6,7 +6,7 @@ The live router and the gateways of the simulator run this same code.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from random import Random
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +14,7 @@ from warmkv.config import RoutingConfig
 from warmkv.policies.breaker import Breaker, Outcome
 from warmkv.policies.in_flight_prefixes import InFlightPrefixes
 from warmkv.policies.routing import PREFILL_WEIGHT, View, rank
-from warmkv.policies.transfer import Fetch, plan
+from warmkv.policies.transfer import Fetch, choose_donor
 from warmkv.prefixes.index import MEND_EVERY, PUBLISH_SECONDS, Depths, PrefixIndex
 
 HALF_LIFE = 100
@@ -27,6 +27,9 @@ KEPT_SECONDS = 4 * PUBLISH_SECONDS
 """How long a router counts on what it had computed before its index must tell of it: a replica reports, and a router
 asks, every PUBLISH_SECONDS at most."""
 
+OTHERS_SECONDS: Final = 10.0
+"""How long a replica's word of the requests that other routers sent counts."""
+
 _GROWTH: Final = 2 ** (1 / HALF_LIFE)
 _LARGE: Final = 1e9
 
@@ -36,7 +39,8 @@ class InFlightRequests:
 
     `load` counts them, `prefill` the blocks that those have to compute which have not begun to answer, and
     `in_flight_prefixes` are the prefixes that they leave behind. Those of prompts that were computed stay for
-    `kept_seconds` by the `clock`: until the index tells of them.
+    `kept_seconds` by the `clock`: until the index tells of them. What other routers sent is known as far as replicas
+    tell it.
     """
 
     def __init__(self, clock: Callable[[], float], kept_seconds: float) -> None:
@@ -46,6 +50,7 @@ class InFlightRequests:
         self._booked: dict[Hashable, str] = {}  # request -> replica
         self._blocks: dict[Hashable, int] = {}  # of booked requests that have not begun
         self._given_up: set[Hashable] = set()  # booked requests
+        self._others: dict[str, tuple[int, float]] = {}  # what other routers sent, by replica, and when it told
         self.load: dict[str, int] = {}
         self.prefill: dict[str, int] = {}
         self.in_flight_prefixes = InFlightPrefixes()
@@ -115,8 +120,24 @@ class InFlightRequests:
         """Return the replicas that have not ended what was given up: they may be hung or cut off."""
         return {self._booked[request] for request in self._given_up} if self._given_up else set()
 
+    def told(self, replica: str, ongoing: int) -> None:
+        """Take a replica's word of how many requests it has; those that are not booked here are of other routers."""
+        self._others[replica] = max(0, ongoing - self.load.get(replica, 0)), self._clock()
+
+    def known_load(self, replicas: Sequence[str]) -> dict[str, int]:
+        """Return the requests in flight of replicas, with those of other routers as far as they told lately."""
+        if not self._others:
+            return self.load
+        since = self._clock() - OTHERS_SECONDS
+        known: dict[str, int] = {}
+        for name in replicas:
+            others, told = self._others.get(name, (0, since))
+            known[name] = self.load.get(name, 0) + (others if told >= since else 0)
+        return known
+
     def drop(self, replica: str) -> None:
-        """Forget what is booked on a replica that is gone."""
+        """Forget what is known of a replica that is gone."""
+        self._others.pop(replica, None)
         for request in [request for request, booked in self._booked.items() if booked == replica]:
             self._computed.discard(request)
             self.release(request)
@@ -193,7 +214,6 @@ class Dispatcher:
         *,
         warm: dict[str, Depths] | None = None,
         wanted: str | None = None,
-        queues: Mapping[str, int] | None = None,
         avoid: Collection[str] = (),
         leaves: int = 0,
         config: RoutingConfig | None = None,
@@ -205,8 +225,7 @@ class Dispatcher:
         `warm` is what is held where, if another index than its own tells: then `hashes` may be any names of the
         prompt's blocks, unless the policy is `sticky_session`.
 
-        `wanted` is the replica that the request names, `queues` what is known of requests in flight that others sent;
-        the larger of it and our own bookings counts. Only those that are `eligible` are ranked.
+        `wanted` is the replica that the request names. Only those that are `eligible` are ranked.
         `session` is the one that the request names; empty for none.
         `leaves` is how many leading blocks of the prompt stay where it is computed. `config` holds for this choice, in
         place of the settings at start. `moves` says that each replica can fetch blocks from any other.
@@ -214,12 +233,10 @@ class Dispatcher:
         replicas = self.eligible(replicas, avoid)
         self.in_flight.expire()
         self.in_flight.release(request)  # Serve asks again while replicas are full
-        config, load = config or self._config, self.in_flight.load
-        if queues:
-            load = {name: max(load.get(name, 0), queues.get(name, 0)) for name in replicas}
+        config, load = config or self._config, self.in_flight.known_load(replicas)
         if warm is None:
             warm = self.index.longest_match(hashes)
-        fetch = plan(replicas, warm, load, config) if moves else None
+        fetch = choose_donor(replicas, warm, load, config) if moves else None
         most = 0
         for depths in warm.values():
             most = max(most, depths[2])
@@ -233,34 +250,28 @@ class Dispatcher:
         view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given, idle, session)
         order = rank(view, config, self._random)
         self._turn += 1
-        asked = False
+        reason = ""
         if wanted is not None and wanted in order and config.allow_request_replica:
-            asked = True
+            reason = "asked"
             order.remove(wanted)
             order.insert(0, wanted)
         best = order[0]
         matched = warm[best][-1] if best in warm else 0
         known = in_flight_prefixes.get(best, matched)
-        if asked:
-            reason = "asked"
-        elif config.policy != "prefix_cost":
-            reason = config.policy
-        elif known > matched:
-            reason = "in_flight_prefixes"
-        elif most > matched or in_flight_prefixes:
-            reason = "load"
-        else:
-            reason = "warm" if warm else "cold"
+        reason = reason or _reason(config.policy, matched, known, max(in_flight_prefixes.values(), default=most))
         if fetch is not None:
             known = max(known, fetch.blocks)
-        blocks = len(hashes) - known
-        self.in_flight.book(request, best, blocks)
-        if self.breaker:
-            self.breaker.sent(request, best)
+        self._book(request, best, len(hashes) - known)
         if leaves > matched:
             self.in_flight.in_flight_prefixes.add(request, best, hashes, matched, leaves)
-        self.recent.give(best, 1 + PREFILL_WEIGHT * blocks)
         return RoutingDecision(order, reason, matched, fetch, known)
+
+    def _book(self, request: Hashable, replica: str, blocks: int) -> None:
+        """Book a request on a replica, which has to compute `blocks` for it."""
+        self.in_flight.book(request, replica, blocks)
+        if self.breaker:
+            self.breaker.sent(request, replica)
+        self.recent.give(replica, 1 + PREFILL_WEIGHT * blocks)
 
     def ended(self, request: Hashable, replica: str | None, outcome: Outcome) -> None:
         """Hear how an attempt ended, and where; None if it came to no replica."""
@@ -270,3 +281,14 @@ class Dispatcher:
         """Check a part of the match that a choice relied on; for after the decision."""
         if choice.matched:
             self.index.mend(choice.order[0], hashes[: choice.matched], self._random.randrange(MEND_EVERY))
+
+
+def _reason(policy: str, matched: int, known: int, most: int) -> str:
+    """Say why a replica is best that has `matched` blocks of a prompt and is about to have `known`; some has `most`."""
+    if policy != "prefix_cost":
+        return policy
+    if known > matched:
+        return "in_flight_prefixes"
+    if most > matched:
+        return "load"
+    return "warm" if matched else "cold"

@@ -54,7 +54,7 @@ class View:
         self.load = load  # requests in flight, from their booking to the end of their stream
         self.slots = slots  # sequences that a replica decodes together; what is in flight beyond them waits
         self.turn = turn  # decisions made before this one
-        self.fetch = fetch  # what others may get from the replica that holds most (`transfer.plan`)
+        self.fetch = fetch  # what others may get from the replica that holds most (`transfer.choose_donor`)
         self.prefill = prefill  # blocks to compute for the requests in flight that have no token yet
         self.recent = recent  # work that each was given lately, in any unit
         self.idle_share = idle_share  # share of the replicas that have no prompt to compute, on average

@@ -15,6 +15,11 @@ def slides(window: int, prompt_tokens: int, new_tokens: int) -> bool:
     return 0 < window < prompt_tokens + max(0, new_tokens - 1)
 
 
+def in_window(kept: int, window: int, prompt_tokens: int, new_tokens: int) -> int:
+    """Clip a number of prompt tokens to what a layer with a window can keep."""
+    return min(kept, window) if slides(window, prompt_tokens, new_tokens) else kept
+
+
 def holds_window(spec: PolicySpec, window: int, prompt_tokens: int) -> bool:
     """Return whether a policy's rows grow to a whole window: those that append do, or have a budget as large."""
     budget = budgets.resolve_budget(spec, prompt_tokens)

@@ -180,10 +180,7 @@ def slot_bytes(
             total += layers * rows[like]
         return shape.kv_heads * total
     limit = budgets.slot_capacity(spec, prompt_tokens, new_tokens)
-    kind = row_kind(spec, prompt_tokens, limit)
-    # Rounding to size classes adds at most a quarter and a step to each row, however the total is spread over rows.
-    spread = replace(kind, capacity=limit + limit // 4 + 2 * max(SLACK, kind.group) + kind.tail + kind.front)
-    return shape.layers * shape.kv_heads * row_bytes(spread, shape)
+    return shape.layers * shape.kv_heads * row_bytes(_spread(row_kind(spec, prompt_tokens, limit), limit), shape)
 
 
 def _sliding_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
@@ -193,7 +190,7 @@ def _sliding_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tok
         layers = zip(budgets.layer_budgets(spec, prompt_tokens, shape.layers), shape.windows, strict=True)
         total = 0
         for (kept, window), count in Counter(layers).items():
-            kept = min(kept, window or kept)
+            kept = sliding.in_window(kept, window, prompt_tokens, new_tokens)
             total += count * row_bytes(layer_row_kind(spec, kept, prompt_tokens, new_tokens, window)[0], shape)
         return shape.kv_heads * total
     limit = budgets.slot_capacity(spec, prompt_tokens, new_tokens)
@@ -207,10 +204,13 @@ def _sliding_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tok
             else limit
         )
         kind = row_kind(sliding.in_layer(spec, window, prompt_tokens, new_tokens), prompt_tokens, most)
-        spread = replace(
-            kind,
-            capacity=most + most // 4 + 2 * max(SLACK, kind.group) + kind.tail + kind.front,
-            window=window if slid else 0,
-        )
-        total += count * row_bytes(spread, shape)
+        total += count * row_bytes(replace(_spread(kind, most), window=window if slid else 0), shape)
     return shape.kv_heads * total
+
+
+def _spread(kind: RowKind, limit: int) -> RowKind:
+    """Return the kind of a row that needs `limit` entries on average, however the total is spread over rows.
+
+    Rounding to size classes adds at most a quarter and a step to each of them.
+    """
+    return replace(kind, capacity=limit + limit // 4 + 2 * max(SLACK, kind.group) + kind.tail + kind.front)

@@ -1,13 +1,13 @@
 """Moving warm blocks between replicas: from whom to fetch, and whether that is faster than to compute. Pure.
 
-The router names a donor by what its index says and by configured costs (`plan`). The replica that gets the request
-decides by what it lacks and by times that it measured itself (`TransferTimes`). The simulator does both.
+The router names a donor by what its index says and by configured costs (`choose_donor`). The replica that gets the
+request decides by what it lacks and by times that it measured itself (`TransferTimes`). The simulator does both.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -41,7 +41,9 @@ class Fetch(NamedTuple):
     always: bool = False  # fetch also where computing is expected to be faster
 
 
-def plan(replicas: Sequence[str], warm: dict[str, Depths], load: dict[str, int], config: RoutingConfig) -> Fetch | None:
+def choose_donor(
+    replicas: Sequence[str], warm: dict[str, Depths], load: dict[str, int], config: RoutingConfig
+) -> Fetch | None:
     """Choose the replica to fetch from: the one that holds most in memory, among equals the least loaded.
 
     It holds for every other replica, since Serve may take another than the best. None if no replica would gain.
@@ -63,6 +65,18 @@ def plan(replicas: Sequence[str], warm: dict[str, Depths], load: dict[str, int],
 def worth_fetching() -> float:
     """Return the blocks from which on fetching them costs less than computing them."""
     return max(TRANSFER_MIN_BLOCKS, TRANSFER_START / (1 - TRANSFER_BLOCK))
+
+
+def pieces(sizes: Iterable[int], most: int) -> Iterator[range]:
+    """Yield the items that go together, in their order: at most `most` bytes, or one that is larger by itself."""
+    begin = end = total = 0
+    for size in sizes:
+        if end > begin and total + size > most:
+            yield range(begin, end)
+            begin, total = end, 0
+        end, total = end + 1, total + size
+    if end > begin:
+        yield range(begin, end)
 
 
 def choose_successor(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Candidate, Mark
@@ -120,12 +121,18 @@ def plan(
         known = known[: other_from // block_size]
     rest = tokens[len(known) * block_size :]
     hashes = [*known, *hashing.block_hashes(rest, block_size, known[-1] if known else root)]
-    reads = tuple(
-        Candidate(at, hashing.prefix_key(tokens, at, block_size, hashes, root))
-        for at in read_candidates(ends, marks, lookback, joined)
-    )
-    keys = {read.position: read.key for read in reads}
-    return CachePlan(tuple(hashes), tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marks), reads)
+    name = partial(hashing.prefix_key, tokens, block_size=block_size, hashes=hashes, root=root)
+    return plan_of(hashes, marks, read_candidates(ends, marks, lookback, joined), name)
+
+
+def plan_of(
+    hashes: Sequence[bytes], marks: Sequence[Breakpoint], reads: Sequence[int], name: Callable[[int], bytes]
+) -> CachePlan:
+    """Name what may be read and written, at the positions `reads`, which have the marks', by the exact prefix there."""
+    candidates = tuple(Candidate(at, name(at)) for at in reads)
+    keys = {read.position: read.key for read in candidates}
+    written = tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marks)
+    return CachePlan(tuple(hashes), written, candidates)
 
 
 def billed(

@@ -34,25 +34,32 @@ def chain_root(salt: bytes, *identity: str) -> bytes:
     return digest.digest()
 
 
-def extend(parent: bytes, tokens: Tokens) -> bytes:
-    """Hash of the prefix that `parent` names followed by `tokens`."""
-    data = np.asarray(tokens, dtype="<u4").tobytes()
+def chained(parent: bytes, data: bytes | memoryview) -> bytes:
+    """Return the hash of the prefix that `parent` names followed by `data`."""
     return hashlib.blake2b(parent + data, digest_size=DIGEST_BYTES).digest()
 
 
-def block_hashes(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
-    """Return chained hashes of the full blocks of `tokens`; a rest shorter than a block has no hash here."""
-    data = memoryview(np.asarray(tokens, dtype="<u4").tobytes())
-    step = 4 * block_size
-    hashes, parent = [], root
-    for start in range(0, len(data) - step + 1, step):
-        parent = hashlib.blake2b(parent + data[start : start + step], digest_size=DIGEST_BYTES).digest()
+def chain(data: bytes, step: int, root: bytes) -> list[bytes]:
+    """Return chained hashes of the full blocks of `data`, of `step` bytes each."""
+    view, hashes, parent = memoryview(data), [], root
+    for start in range(0, len(view) - step + 1, step):
+        parent = hashlib.blake2b(parent + view[start : start + step], digest_size=DIGEST_BYTES).digest()
         hashes.append(parent)
     return hashes
 
 
+def extend(parent: bytes, tokens: Tokens) -> bytes:
+    """Return the hash of the prefix that `parent` names followed by `tokens`."""
+    return chained(parent, np.asarray(tokens, dtype="<u4").tobytes())
+
+
+def block_hashes(tokens: Tokens, block_size: int, root: bytes) -> list[bytes]:
+    """Return chained hashes of the full blocks of `tokens`; a rest shorter than a block has no hash here."""
+    return chain(np.asarray(tokens, dtype="<u4").tobytes(), 4 * block_size, root)
+
+
 def prefix_key(tokens: Tokens, position: int, block_size: int, hashes: Sequence[bytes], root: bytes) -> bytes:
-    """Name of the exact prefix `tokens[:position]`: a block's hash, or the hash of the partial tail behind it."""
+    """Return the name of the exact prefix `tokens[:position]`: a block's hash, or that of the partial tail behind."""
     full = position // block_size
     parent = hashes[full - 1] if full else root
     return parent if position == full * block_size else extend(parent, tokens[full * block_size : position])

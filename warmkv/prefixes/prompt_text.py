@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from warmkv.prefixes import breakpoints, hashing
 from warmkv.prefixes.breakpoints import CachePlan
-from warmkv.prefixes.record import Candidate, Mark
 
 BYTES_PER_TOKEN = 4.0  # until a usage tells
 LEAST_TOKENS = 1024  # of a prompt whose usage tells; the template's own tokens weigh too much in shorter ones
@@ -152,12 +151,9 @@ def plan(parts: Sequence[Part], root: bytes, block_size: int, bytes_per_token: f
 
     Where a breakpoint lies is exact to a token.
     """
-    text = memoryview(b"".join([part.text for part in parts]))
+    text = b"".join([part.text for part in parts])
     step = max(1, round(block_size * bytes_per_token))
-    hashes, parent = [], root
-    for start in range(0, len(text) - step + 1, step):
-        parent = hashlib.blake2b(parent + text[start : start + step], digest_size=hashing.DIGEST_BYTES).digest()
-        hashes.append(parent)
+    hashes = hashing.chain(text, step, root)
     ends, end = [], 0  # in tokens
     byte_ends: dict[int, int] = {}
     for part in parts:
@@ -170,11 +166,8 @@ def plan(parts: Sequence[Part], root: bytes, block_size: int, bytes_per_token: f
         parent = hashes[full - 1] if full else root
         if position == full * block_size:
             return parent
-        data = text[full * step : byte_ends[position]]
-        return hashlib.blake2b(parent + data, digest_size=hashing.DIGEST_BYTES).digest()
+        return hashing.chained(parent, text[full * step : byte_ends[position]])
 
-    marked = breakpoints.breakpoints(ends, [part.ttl for part in parts], 1)
-    reads = tuple(Candidate(at, name(at)) for at in breakpoints.read_candidates(ends, marked, joined=joined(parts)))
-    keys = {read.position: read.key for read in reads}
-    marks = tuple(Mark(mark.position, mark.ttl, keys[mark.position]) for mark in marked)
-    return TextPrompt(len(text) * block_size // step, CachePlan(tuple(hashes), marks, reads))
+    marks = breakpoints.breakpoints(ends, [part.ttl for part in parts], 1)
+    reads = breakpoints.read_candidates(ends, marks, joined=joined(parts))
+    return TextPrompt(len(text) * block_size // step, breakpoints.plan_of(hashes, marks, reads, name))

@@ -6,13 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from llguidance import LLMatcher
 
 from warmkv import logs
 from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.engine.outputs import Output, OutputProcessor
+from warmkv.replicas.engines.interface import Fetching
 from warmkv.replicas.links import Link
 from warmkv.replicas.protocol import (
     Admitted,
@@ -26,14 +26,6 @@ from warmkv.replicas.protocol import (
 )
 
 log = logging.getLogger(__name__)
-
-
-class Fetching(Protocol):
-    """Fetch a request's warm prefix from another replica (`Transfers`)."""
-
-    def helps(self, request: GenerateRequest) -> bool: ...
-    async def prepare(self, request: GenerateRequest) -> None: ...
-    def started(self, request: GenerateRequest, started: Started) -> None: ...
 
 
 class OngoingRequest:

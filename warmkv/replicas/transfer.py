@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,15 @@ from typing import Any, Literal
 
 from warmkv import recorders, telemetry
 from warmkv.policies import budgets
-from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTerms, TransferTimes, choose_successor
+from warmkv.policies.transfer import (
+    CONCURRENT,
+    HANDOVER_BYTES,
+    Fetch,
+    TransferTerms,
+    TransferTimes,
+    choose_successor,
+    pieces,
+)
 from warmkv.replicas.block_store.exchange import BlockPayload, StoredBlock, hottest, lend, seal, take, unseal
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started, ToReplica
@@ -78,19 +85,19 @@ class Transfers:
 
     def helps(self, request: GenerateRequest) -> bool:
         """Return True if a request's router knows of another replica that may have what it lacks here."""
-        plan = request.fetch if request.sampling.prompt_logprobs is None else None  # else all of it is computed
-        return plan is not None and plan.donor != self._name and self._engine.store.enabled
+        fetch = request.fetch if request.sampling.prompt_logprobs is None else None  # else all of it is computed
+        return fetch is not None and fetch.donor != self._name and self._engine.store.enabled
 
     async def prepare(self, request: GenerateRequest) -> None:
         """Fetch what a request lacks, if its router knows where that is; return within the time limit."""
-        plan = request.fetch
-        if plan is None or not self.helps(request):
+        fetch = request.fetch
+        if fetch is None or not self.helps(request):
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._terms.timeout_seconds):
-                await self._bring(request, plan, request.hashes[: plan.blocks])
+                await self._bring(request, fetch, request.hashes[: fetch.blocks])
 
-    async def _bring(self, request: GenerateRequest, plan: Fetch, keys: Sequence[bytes]) -> None:
+    async def _bring(self, request: GenerateRequest, fetch: Fetch, keys: Sequence[bytes]) -> None:
         """Wait for others who fetch the same, then fetch what is lacking still."""
         store = self._engine.store
         size = store.block_size
@@ -100,11 +107,11 @@ class Transfers:
             flight = self._flights.get(keys[memory])
             if flight is None:
                 gain = self.times.gain((len(keys) - held) * size, (len(keys) - memory) * block_bytes)
-                if gain <= 0 and not plan.always:
+                if gain <= 0 and not fetch.always:
                     self.times = self.times.declined()
                     self._count("slower")
                 else:
-                    flight = asyncio.create_task(self._fly(request, plan.donor, keys))
+                    flight = asyncio.create_task(self._fly(request, fetch.donor, keys))
                     self._flights |= dict.fromkeys(keys[memory:], flight)
                     await asyncio.shield(flight)
                 return
@@ -190,18 +197,14 @@ class Transfers:
             """Offer chains without their first entries, piece by piece; those that were not taken."""
             nonlocal taken
             keys = [(key, chain) for chain, known in share for key in chain[known:]]
-            while keys:
-                sizes = itertools.accumulate(blocks[key][1].nbytes for key, _ in keys)
-                count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= terms.piece_bytes, sizes)))
-                piece = [blocks[key] for key, _ in keys[:count]]
+            for piece in pieces((blocks[key][1].nbytes for key, _ in keys), terms.piece_bytes):
                 try:
-                    payloads = await asyncio.to_thread(_sealed, piece)
+                    payloads = await asyncio.to_thread(_sealed, [blocks[keys[at][0]] for at in piece])
                     async with asyncio.timeout(terms.timeout_seconds):
                         taken += await offer(BlocksOffered(peer, store.identity.document(), payloads))
                 except Exception as error:
                     log.warning("%s takes no blocks over: %s: %s", peer, type(error).__name__, error)
-                    return list(dict.fromkeys(chain for _, chain in keys))
-                del keys[:count]
+                    return list(dict.fromkeys(chain for _, chain in keys[piece.start :]))
             return []
 
         with contextlib.suppress(TimeoutError):

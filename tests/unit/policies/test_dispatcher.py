@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from warmkv.config import RoutingConfig
-from warmkv.policies.dispatcher import BUSY_DECISIONS, HALF_LIFE, KEPT_SECONDS, Dispatcher, InFlightRequests, Recent
+from warmkv.policies.dispatcher import (
+    BUSY_DECISIONS,
+    HALF_LIFE,
+    KEPT_SECONDS,
+    OTHERS_SECONDS,
+    Dispatcher,
+    InFlightRequests,
+    Recent,
+)
 from warmkv.policies.transfer import Fetch
 from warmkv.prefixes.mask_table import pack
 
@@ -55,8 +63,27 @@ def test_without_booking_the_herd_would_not_spread():
 def test_what_other_routers_sent_counts_as_load_too():
     routing = dispatcher(overload=3)
     routing.index.add("a", pack(HASHES))
-    assert routing.choose("1", HASHES, REPLICAS, queues={"a": 2}).order[0] == "a"
-    assert routing.choose("2", HASHES, REPLICAS, queues={"a": 3}).order[0] != "a"
+    routing.in_flight.told("a", 2)
+    assert routing.choose("1", HASHES, REPLICAS).order[0] == "a"
+    assert routing.in_flight.known_load(REPLICAS)["a"] == 3
+    assert routing.choose("2", HASHES, REPLICAS).order[0] != "a"
+
+
+def test_a_replicas_word_tells_of_other_routers_for_a_while_and_own_requests_end_in_the_meantime():
+    now = 0.0
+    in_flight = InFlightRequests(lambda: now, 0.0)
+    in_flight.book("1", "a")
+    in_flight.told("a", 3)
+    assert in_flight.known_load(["a", "b"]) == {"a": 3, "b": 0}
+    in_flight.release("1")
+    assert in_flight.known_load(["a", "b"]) == {"a": 2, "b": 0}
+    now = OTHERS_SECONDS
+    assert in_flight.known_load(["a"]) == {"a": 2}
+    now += 0.5
+    assert in_flight.known_load(["a"]) == {"a": 0}
+    in_flight.told("a", 3)
+    in_flight.drop("a")
+    assert in_flight.known_load(["a"]).get("a", 0) == 0
 
 
 def test_a_replica_that_the_request_names_is_taken_if_that_is_allowed():

@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 
 from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.config.engine import GPU_STEP_TOKENS
+from warmkv.policies.compression.softmax import LOGITS_AT_ONCE
 from warmkv.policies.memory_plan import (
     CUDA_CONTEXT_BYTES,
     MOST_RECORDED,
     RECORDED_LAYER_BYTES,
+    SCORING_BYTES,
     DeviceMemory,
     MemoryPlanError,
     ModelSizes,
@@ -19,6 +21,7 @@ from warmkv.policies.memory_plan import (
 )
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.slots.row_tables import padded_batch
 
 GB, GIB = 10**9, 1 << 30
 LLAMA_8B = ModelSizes(16_060_522_496, KVShape(32, 8, 128, 2, 32), 4096, 14336, 128_256)
@@ -66,6 +69,11 @@ def test_cuda_graphs_have_a_line_where_steps_are_recorded():
     for engine in ({"compile": "off"}, {"batch_invariant": True}):
         assert "graphs" not in bytes_of(planned(gpu(80 * GB), engine=engine))
     assert "graphs" not in bytes_of(planned(machine(32 * GIB), TINY))
+
+
+def test_estimates_hold_for_what_replicas_do_in_modules_that_need_torch():
+    assert SCORING_BYTES == 4 * 4 * LOGITS_AT_ONCE
+    assert all(padded_batch(slots) <= -(-slots // 16) * 16 for slots in range(1, 1000))
 
 
 def test_half_a_gpu_has_half_its_memory():

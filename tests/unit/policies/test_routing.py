@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from warmkv.config import RoutingConfig
 from warmkv.policies import routing
 from warmkv.policies.routing import FETCH_SHARE, View, blocks_saved, rank
-from warmkv.policies.transfer import TRANSFER_BLOCK, TRANSFER_MIN_BLOCKS, TRANSFER_START, plan
+from warmkv.policies.transfer import TRANSFER_BLOCK, TRANSFER_MIN_BLOCKS, TRANSFER_START, choose_donor
 
 REPLICAS = ["a", "b", "c"]
 POLICIES = get_args(RoutingConfig.model_fields["policy"].annotation)
@@ -27,7 +27,7 @@ def order(warm=None, load=None, *, blocks=10, replicas=REPLICAS, slots=100, turn
     known = {name: settings.pop(name) for name in ("prefill", "recent", "idle_share", "session") if name in settings}
     constants = {name: settings.pop(name) for name in [*settings] if name.isupper()}
     config, warm, load = RoutingConfig(**settings), warm or {}, load or {}
-    view = View(replicas, HASHES[:blocks], warm, load, slots, turn, plan(replicas, warm, load, config), **known)
+    view = View(replicas, HASHES[:blocks], warm, load, slots, turn, choose_donor(replicas, warm, load, config), **known)
     with patch.dict(vars(routing), constants):
         return rank(view, config, random.Random(seed))
 

@@ -8,20 +8,38 @@ from hypothesis import strategies as st
 
 from warmkv.config import Config, RoutingConfig, load
 from warmkv.policies.routing import View, rank
-from warmkv.policies.transfer import Fetch, RunningLine, TransferTerms, TransferTimes, choose_successor, plan
+from warmkv.policies.transfer import (
+    Fetch,
+    RunningLine,
+    TransferTerms,
+    TransferTimes,
+    choose_donor,
+    choose_successor,
+    pieces,
+)
 
 REPLICAS = ["a", "b", "c"]
 DEPTHS = st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)).map(lambda depths: tuple(sorted(depths)))
 
 
 def planned(warm, config, load=None):
-    return plan(REPLICAS, warm, load or {}, config)
+    return choose_donor(REPLICAS, warm, load or {}, config)
 
 
 def test_the_donor_is_who_holds_most_in_memory():
     config = RoutingConfig()
     assert planned({"a": (20, 20, 20), "b": (5, 30, 30), "c": (0, 0, 50)}, config) == Fetch("b", 30)
     assert planned({"a": (20, 20, 20), "b": (20, 20, 20)}, config, {"a": 1}) == Fetch("b", 20)
+
+
+@given(st.lists(st.integers(0, 20)), st.integers(1, 30))
+def test_pieces_hold_as_much_as_they_may_and_everything_once(sizes, most):
+    found = [*pieces(sizes, most)]
+    assert [at for piece in found for at in piece] == [*range(len(sizes))]
+    totals = [sum(sizes[at] for at in piece) for piece in found]
+    assert all(total <= most or len(piece) == 1 for total, piece in zip(totals, found, strict=True))
+    for total, following in zip(totals, found[1:], strict=False):
+        assert total + sizes[following.start] > most
 
 
 def test_nobody_fetches_what_is_not_worth_it():

@@ -185,8 +185,8 @@ async def resumed(
         finally:
             attempt.ended(outcome)
         retried("streaming" if started else "waiting")
-        if failed > 1:
-            await asyncio.sleep(min(retry_pause(failed), deadline - clock()))
+        if pause := retry_pause(failed):
+            await asyncio.sleep(min(pause, deadline - clock()))
 
 
 def _is_replicas_fault(error: Exception) -> bool:

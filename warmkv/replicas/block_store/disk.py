@@ -215,9 +215,11 @@ def lock_folder(path: Path) -> int | None:
     lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(lock)
-        return None
+        if isinstance(error, BlockingIOError):
+            return None
+        raise  # such as that of a file system without locks
     return lock
 
 

@@ -18,6 +18,7 @@ import torch
 from warmkv.policies.prefix_tree.held import HeldBlock
 from warmkv.policies.prefix_tree.nodes import Node
 from warmkv.policies.prefix_tree.tree import Path
+from warmkv.policies.transfer import pieces
 from warmkv.replicas.block_store import disk
 from warmkv.replicas.block_store.disk import Header
 from warmkv.replicas.block_store.formats import Packed, pack
@@ -120,11 +121,10 @@ def lend(
         chain = chain[: max(end for end, _, _ in summed)]
         beside += [(node, stored) for _, node, stored in summed]
     wanted = chain[first:]
-    sizes = itertools.accumulate(packed.nbytes for _, packed in wanted)
-    count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= most, sizes)))
-    if count < len(wanted):
-        return wanted[:count], True
-    return wanted + [stored for _, stored in beside], False
+    piece = next(pieces((packed.nbytes for _, packed in wanted), most), range(0))
+    more = piece.stop < len(wanted)
+    lent = wanted[: piece.stop] if more else wanted + [stored for _, stored in beside]
+    return [_with_header(store, *stored) for stored in lent], more
 
 
 def take(store: BlockStore, blocks: Sequence[StoredBlock]) -> int:
@@ -154,14 +154,14 @@ def hottest(store: BlockStore, most: int) -> tuple[list[tuple[bytes, ...]], dict
     store.expire()
     for path, held in (end for tier in _memory(store) for end in store.tree.by_worth(tier)):
         blocks = sum(node.length for node in path[:-1]) + held
-        chain = [(bytes.fromhex(stored[0].key), stored) for stored in _in_memory(store, path)[:blocks]]
-        keys = tuple(key for key, _ in chain)
-        for at, (key, stored) in enumerate(chain):
-            if key not in found:
-                most -= stored[1].nbytes
+        chain = _in_memory(store, path)[:blocks]
+        keys = tuple(block.key for block, _ in chain)
+        for at, (block, packed) in enumerate(chain):
+            if block.key not in found:
+                most -= packed.nbytes
                 if most < 0:
                     return [*chains, keys[:at]] if at else chains, found
-                found[key] = stored
+                found[block.key] = _with_header(store, block, packed)
         if chain:
             chains.append(keys)
     return chains, found
@@ -172,14 +172,21 @@ def _memory(store: BlockStore) -> list[int]:
     return [tier for tier, place in enumerate(store.places) if place.folder is None]
 
 
-def _in_memory(store: BlockStore, path: Path) -> list[StoredBlock]:
-    """Return the leading blocks of nodes that are in memory and have not expired."""
+def _with_header(store: BlockStore, block: HeldBlock, packed: Packed) -> StoredBlock:
+    return disk.header(block, packed.storage, store.clock(), 0.0), packed
+
+
+def _in_memory(store: BlockStore, path: Path) -> list[tuple[HeldBlock, Packed]]:
+    """Return the leading blocks of nodes that are in memory and have not expired.
+
+    Of a long prompt these are looked at for every piece that is lent or taken.
+    """
     found, now = [], store.clock()
     for block in store.tree.held(path, _memory(store)):
         packed = store.find(block.key)
         if packed is None or block.expires_at <= now:
             break
-        found.append((disk.header(block, packed.storage, now, 0.0), packed))
+        found.append((block, packed))
     return found
 
 

@@ -12,7 +12,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ from warmkv.policies.contents import Contents
 from warmkv.policies.memory_plan import MemoryPlan
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
+from warmkv.replicas.block_store.presence import Publish
 from warmkv.replicas.block_store.spill import spill
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.batch_invariant import QUERIES
@@ -74,7 +74,7 @@ class Engine:
         name: str = "",
         classes: TokenClasses | None = None,
         memory: MemoryPlan | None = None,
-        publish: Callable[[Items[bytes], Items[bytes], str], None] = lambda stored, evicted, tier: None,
+        publish: Publish = lambda stored, evicted, tier: None,
     ) -> None:
         if engine.batch_invariant:
             model = replace(model, query_tile=QUERIES)

@@ -26,11 +26,11 @@ from warmkv.replicas.protocol import (
     Finished,
     GenerateRequest,
     PromptLogprobs,
-    QueueFullError,
     Started,
     TokenLogprobs,
     UnservableRequestError,
 )
+from warmkv.replicas.refusals import check_queue, check_tokens
 from warmkv.replicas.slots.slot import Slot, SlotRequest, SwappedSlot
 from warmkv.replicas.slots.slots import SlotPool
 
@@ -137,18 +137,8 @@ class Scheduler:
 
     def validate(self, sequence: Sequence) -> None:
         """Raise UnservableRequestError if a request is malformed or exceeds the context."""
-        tokens, new = sequence.prompt_tokens, sequence.request.sampling.max_tokens
-        given = (*sequence.request.token_ids, *sequence.request.resume)
-        if not tokens or min(given) < 0 or max(given) >= self.vocabulary:
-            raise UnservableRequestError(f"a prompt needs tokens, each below the vocabulary of {self.vocabulary}")
-        sampling = sequence.request.sampling
-        for field_name, named in (
-            ("stop_token_ids", sampling.stop_token_ids),
-            ("logit_bias", [token for token, _ in sampling.logit_bias]),
-        ):
-            if unknown := [token for token in named if not 0 <= token < self.vocabulary]:
-                raise UnservableRequestError(f"{field_name}: {unknown[0]} is not a token below {self.vocabulary}")
-        slot_request = sequence.slot_request
+        check_tokens(sequence.request, self.vocabulary)
+        tokens, new, slot_request = sequence.prompt_tokens, sequence.request.sampling.max_tokens, sequence.slot_request
         if slot_request is not None and slot_request.is_endless(self.max_context):
             new = 1
         if tokens + new > self.max_context:
@@ -170,12 +160,9 @@ class Scheduler:
 
     def check_queue(self, sequence: Sequence, arriving: int) -> None:
         """Raise QueueFullError if too many wait; `arriving` requests are on their way to the queue."""
-        if sequence.request.resume:  # its client has a part of the answer: it was given a place elsewhere
-            return
         free = self.config.max_slots - len(self.decoding) - len(self.prefilling)
-        if (waiting := len(self.waiting) + arriving - free) >= self.config.max_queue:
-            seconds = self.completions.seconds(waiting - self.config.max_queue + 1, sequence.arrived)
-            raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)", waiting, seconds)
+        waiting = len(self.waiting) + arriving - free
+        check_queue(sequence.request, waiting, self.config.max_queue, self.completions, sequence.arrived)
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
         """Queue a request; its cost is its prompt and the tokens that it may draw."""

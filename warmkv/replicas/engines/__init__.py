@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from warmkv.config import Config
 
 if TYPE_CHECKING:
-    from warmkv.replicas.engines.interface import Parts, Place, Publish
+    from warmkv.replicas.block_store.presence import Publish
+    from warmkv.replicas.engines.interface import Parts, Place
 
 MODULES = {"warmkv": "own", "vllm": "vllm_engine"}
 """Kinds of engines by where `build` makes them: what one needs is not loaded for another."""

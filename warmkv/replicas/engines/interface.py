@@ -19,9 +19,6 @@ from warmkv.replicas.engine.stats import EngineStats
 from warmkv.replicas.protocol import BlocksWanted, GenerateRequest, Started
 from warmkv.replicas.transfer import Ask, BlockPayloads, BlocksOffered
 
-Publish = Callable[[Sequence[bytes], Sequence[bytes], str], None]
-"""Told of full blocks that left the replica and of those that came to a tier: (stored, evicted, tier)."""
-
 
 class StoredPrefixes(Protocol):
     """The full blocks that an engine holds, and what metrics tell of them."""
@@ -94,12 +91,17 @@ class Engine(Protocol):
         ...
 
 
-class Moving(Protocol):
-    """What brings blocks from other replicas and gives them theirs (`transfer.Transfers`)."""
+class Fetching(Protocol):
+    """Fetch a request's warm prefix from another replica."""
 
     def helps(self, request: GenerateRequest) -> bool: ...
     async def prepare(self, request: GenerateRequest) -> None: ...
     def started(self, request: GenerateRequest, started: Started) -> None: ...
+
+
+class Moving(Fetching, Protocol):
+    """What brings blocks from other replicas and gives them theirs (`transfer.Transfers`)."""
+
     async def lend(self, wanted: BlocksWanted) -> BlockPayloads: ...
     async def take_over(self, offered: BlocksOffered) -> int: ...
     async def hand_over(

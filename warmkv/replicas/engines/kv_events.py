@@ -210,15 +210,20 @@ class VllmBlocks:
                 stored[key] = self._tiers[key] = tier
         return Changes(stored, gone)
 
-    def forget(self, root: bytes) -> None:
-        """Leave out from now on what is held of a chain."""
+    def forget(self, root: bytes) -> list[bytes]:
+        """Leave out from now on what is held of a chain; return its keys."""
         for block in self._blocks.values():
             if block.root == root:
                 block.root = block.key = b""
-        for key, (_, parts) in list(self._keys.items()):
-            if any(part in self._blocks and not self._blocks[part].root for part in parts):
-                self._tiers.pop(key, None)
-                self._unlink(key)
+        gone = [
+            key
+            for key, (_, parts) in self._keys.items()
+            if any(part in self._blocks and not self._blocks[part].root for part in parts)
+        ]
+        for key in gone:
+            self._tiers.pop(key, None)
+            self._unlink(key)
+        return gone
 
     def _follows(self, event: BlocksStored) -> bool:
         if event.kind not in FULL_ATTENTION:

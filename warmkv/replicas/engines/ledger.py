@@ -20,9 +20,9 @@ from warmkv.policies.prefix_tree.held import Change, Left
 from warmkv.policies.tiers import Tier
 from warmkv.prefixes import hashing
 from warmkv.prefixes.index import TIERS
+from warmkv.replicas.block_store.presence import Publish
 from warmkv.replicas.block_store.residency import Residency
 from warmkv.replicas.block_store.store import LEFT
-from warmkv.replicas.engines.interface import Publish
 from warmkv.replicas.engines.kv_events import TIER_OF, BlocksStored, KVEvent, VllmBlocks, cache_salt, root_of
 from warmkv.replicas.protocol import GenerateRequest
 
@@ -182,9 +182,7 @@ class PrefixLedger:
             tails = [tail for name in touched for tail in self._tails.get(name, ())]
             self._cache.tree.lose([key for key in (*tails, *reversed(touched)) if key in self._held], 0)
             self._apply(self._cache.tree.changes())
-            for key in changes.gone:
-                for name in self._names.pop(key, ()):
-                    self._own.pop(name, None)
+            self._forget_names(changes.gone)
             if self._lifetimes.automatic:
                 self._keep(list(changes.stored))
             self._tell([name for key in changes.stored for name in self._named(key)])
@@ -195,13 +193,14 @@ class PrefixLedger:
 
     def drop(self, tenant: str) -> int:
         """Forget what is stored of a tenant: no request finds it any more; the bytes."""
-        before = sum(self.tier_bytes.values())
+        before, gone = sum(self.tier_bytes.values()), list[bytes]()
         for root, name in self._tenants.items():
             if name == tenant:
                 self._generations[root] = self._generations.get(root, 0) + 1
-                self._blocks.forget(root)
+                gone += self._blocks.forget(root)
         self._cache.tree.drop(tenant, set())
         self._apply(self._cache.tree.changes(), "dropped")
+        self._forget_names(gone)
         return before - sum(self.tier_bytes.values())
 
     def _root_of(self, salt: str | None) -> bytes | None:
@@ -217,14 +216,24 @@ class PrefixLedger:
         """
         self.expire()
         now, ttl, held, new = self._clock(), self._lifetimes.default, self._held, set(keys)
+        dead: set[bytes] = set()
         for key in reversed(keys):  # the last one's chain has the others
-            if key in held:
+            if key in held or key in dead:
                 continue
             chain = self._blocks.chain(key)
-            if not chain or any(name not in held and (name in self._names or name not in new) for name in chain):
-                continue  # requests know it by other names, by which it is read, or it has expired
-            tenant = self._tenants.get(self._blocks.root(key), "")
-            self._apply(self._cache.keep(chain, self._size, ttl, now, tenant))
+            # Requests know a block by other names, by which it is read, or it has expired: with all behind it.
+            alive = len(list(takewhile(lambda name: name in held or (name in new and name not in self._names), chain)))
+            if alive < len(chain):
+                dead.update(chain[alive:])
+            elif chain:
+                tenant = self._tenants.get(self._blocks.root(key), "")
+                self._apply(self._cache.keep(chain, self._size, ttl, now, tenant))
+
+    def _forget_names(self, keys: Iterable[bytes]) -> None:
+        """Forget the other names of blocks that vLLM's cache has no more."""
+        for key in keys:
+            for name in self._names.pop(key, ()):
+                self._own.pop(name, None)
 
     def _named(self, key: bytes) -> Iterable[bytes]:
         return (key, *self._names.get(key, ()))

@@ -10,10 +10,11 @@ from typing import Any
 from warmkv.config import Config
 from warmkv.replicas import device_memory
 from warmkv.replicas.block_store.packs import check_roots
+from warmkv.replicas.block_store.presence import Publish
 from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.engine import batch_invariant
 from warmkv.replicas.engine.engine import Engine
-from warmkv.replicas.engines.interface import Parts, Place, Publish
+from warmkv.replicas.engines.interface import Parts, Place
 from warmkv.replicas.loading.load import load_model, token_classes
 from warmkv.replicas.loading.self_check import check_engine
 from warmkv.replicas.transfer import Transfers

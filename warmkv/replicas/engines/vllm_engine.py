@@ -25,11 +25,12 @@ from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas import device_memory
 from warmkv.replicas.background import Background
+from warmkv.replicas.block_store.presence import Publish
 from warmkv.replicas.completions import Completions
 from warmkv.replicas.engine.scheduler import Emit
 from warmkv.replicas.engine.stats import EngineStats
 from warmkv.replicas.engines.event_stream import EventStream
-from warmkv.replicas.engines.interface import Parts, Place, Publish
+from warmkv.replicas.engines.interface import Parts, Place
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.engines.orphans import children_end_with_this_process, settled
 from warmkv.replicas.engines.vllm_requests import check, generate
@@ -41,11 +42,11 @@ from warmkv.replicas.protocol import (
     Failed,
     Finished,
     GenerateRequest,
-    QueueFullError,
     SamplingParams,
     Started,
     TokenLogprobs,
 )
+from warmkv.replicas.refusals import check_queue
 from warmkv.replicas.transfer import BlockPayloads, BlocksOffered
 
 log = logging.getLogger(__name__)
@@ -137,11 +138,8 @@ class VllmEngine:
             self._model.max_context,
             self._model.sizes.vocabulary,
         )
-        waiting = len(self._tasks) - self._config.max_slots
-        now = self._clock()
-        if waiting >= self._config.max_queue and not request.resume:
-            seconds = self._completions.seconds(waiting - self._config.max_queue + 1, now)
-            raise QueueFullError(f"{waiting} requests are waiting already (engine.max_queue)", waiting, seconds)
+        waiting, now = len(self._tasks) - self._config.max_slots, self._clock()
+        check_queue(request, waiting, self._config.max_queue, self._completions, now)
         if not self._tasks:
             self._completions.begin(now)
             self._steps.turned = now

@@ -8,6 +8,7 @@ from typing import Any
 
 from warmkv.config import Capabilities
 from warmkv.replicas.protocol import Constraint, GenerateRequest, UnservableRequestError
+from warmkv.replicas.refusals import check_tokens
 
 STRUCTURED = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 """Kinds of constraints by their fields of vLLM's StructuredOutputsParams, where these take the text as it is."""
@@ -17,14 +18,8 @@ def check(request: GenerateRequest, capabilities: Capabilities, max_context: int
     """Raise UnservableRequestError for what vLLM can never compute."""
     if fault := capabilities.lacks(request.needs):
         raise UnservableRequestError(fault)
-    tokens, sampling = (*request.token_ids, *request.resume), request.sampling
-    if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
-        raise UnservableRequestError(f"a prompt needs tokens, each below the vocabulary of {vocabulary}")
-    named = (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", [token for token, _ in sampling.logit_bias]))
-    for field_name, ids in named:
-        if unknown := [token for token in ids if not 0 <= token < vocabulary]:
-            raise UnservableRequestError(f"{field_name}: {unknown[0]} is not a token below {vocabulary}")
-    prompt, new = len(request.token_ids), sampling.max_tokens
+    check_tokens(request, vocabulary)
+    prompt, new = len(request.token_ids), request.sampling.max_tokens
     if prompt + max(new, 1) > max_context:
         raise UnservableRequestError(
             f"{prompt} prompt tokens and max_tokens {new} exceed the context of {max_context} tokens"

@@ -32,8 +32,7 @@ class SlotRequest:
 
     def in_window(self, kept: int, window: int) -> int:
         """Clip a number of prompt tokens to what a layer with a window can keep."""
-        slid = sliding.slides(window, self.prompt_tokens, self.new_tokens)
-        return min(kept, window) if slid else kept
+        return sliding.in_window(kept, window, self.prompt_tokens, self.new_tokens)
 
     def is_endless(self, most: int) -> bool:
         """Return True if decoding may go on beyond `most` positions, as in a streaming cache."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from warmkv.policies.prefix_cache import sums_key
 from warmkv.policies.prefix_tree.nodes import EXPIRED, Copy, Node
 from warmkv.policies.prefix_tree.tree import Life, Path, PrefixTree
+from warmkv.policies.transfer import pieces
 from warmkv.simulator.cache.layout import NONE, Layout, Prompt
 from warmkv.simulator.cache.nodes import Nodes, parts_of, upto
 
@@ -68,15 +69,14 @@ class Chains:
             ]
             path = path[: max([end for end, _ in summed], default=0)]
             beside = [(end, node, block) for end, node, block in beside if end <= len(path)]
-        nbytes = 0
-        for count, block in enumerate(path[first:]):
-            nbytes += block.size
-            if count and nbytes > most:
-                end = first + count
-                return BlockTransfer(nbytes - block.size, end, True, [path[:end]])
+        sizes = [block.size for block in path[first:]]
+        piece = next(pieces(sizes, most), range(0))
+        if piece.stop < len(sizes):
+            end = first + piece.stop
+            return BlockTransfer(sum(sizes[: piece.stop]), end, True, [path[:end]])
         chains = [path, *([*path[:end], block] for end, _, block in beside), *(chain for _, chain in summed)]
-        nbytes += sum(block.size for _, _, block in beside) + sum(chain[-1].size for _, chain in summed)
-        return BlockTransfer(nbytes, len(path), False, [chain for chain in chains if chain])
+        nbytes = sum(block.size for _, _, block in beside) + sum(chain[-1].size for _, chain in summed)
+        return BlockTransfer(sum(sizes) + nbytes, len(path), False, [chain for chain in chains if chain])
 
     def holds(self, chain: Chain, now: float) -> bool:
         """Return True if all of a chain is in memory."""

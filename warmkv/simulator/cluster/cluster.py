@@ -273,7 +273,7 @@ class Cluster:
                 if self._scales and len(self._fleets) > 1:
                     self._count(job.number, self._group_of[name])
                 fleet.transfers[name].take(job, fetch)
-                gateway.sent(job, name, replica.ongoing, now)
+                gateway.sent(job, name, replica.ongoing)
                 return
         replicas = [self._fleets[self._group_of[name]].serving[name] for name in order]
         self._refuse(job, too_large=not any(replica.ever_fits(job) for replica in replicas))
@@ -366,7 +366,7 @@ class Cluster:
 
     def _gone(self, name: str) -> None:
         for gateway in self._gateways:
-            gateway.drop(name)
+            gateway.in_flight.drop(name)
 
     def _lost(self, jobs: Sequence[Job]) -> None:
         """Resend the requests of a lost replica, as often and as soon as the gateway does."""
@@ -380,11 +380,10 @@ class Cluster:
                 continue
             job.retries += not begun
             job.resumptions += begun
-            if attempts == 1:
-                self._send(job)
+            if pause := retry_pause(attempts):
+                self._env.timeout(pause).callbacks.append(lambda _, job=job: self._send(job))
             else:
-                again = self._env.timeout(retry_pause(attempts))
-                again.callbacks.append(lambda _, job=job: self._send(job))
+                self._send(job)
 
 
 def _arrivals(clock: Clock, jobs: Jobs, arrive: Callable[[Job], None]) -> None:

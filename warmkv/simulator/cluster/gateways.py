@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -13,8 +13,6 @@ from warmkv.policies.transfer import Fetch
 from warmkv.prefixes.index import Depths
 from warmkv.prefixes.writers import Writers
 from warmkv.simulator.cluster.replica import Job
-
-TOLD_SECONDS = 10.0  # for which Ray Serve's routers believe what a replica told of its requests (2.60)
 
 Warm = Callable[[Job, float], dict[str, Depths]]
 
@@ -30,7 +28,6 @@ class SimulatedGateway:
         self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock, late=late)
         self.in_flight = self._dispatcher.in_flight
         self._warm, self._alone, self._one_kind = warm, alone, not config.cluster.groups
-        self._told: dict[str, tuple[float, int]] = {}  # when a replica told of all its requests, and how many
         self._lifetimes = Lifetimes.of(config.prefix_cache) if config.prefix_cache.enabled else None
         self.writers = Writers()
         self._by_session = config.routing.policy == "sticky_session"
@@ -50,23 +47,13 @@ class SimulatedGateway:
         leaves = 0
         if self._lifetimes is not None:
             leaves = self._lifetimes.stored_blocks(job.marks, len(hashes), job.block_size)
-        queues = None if self._alone else self._queues(now)
         choice = self._dispatcher.choose(
-            job.number, hashes, replicas, queues=queues, warm=self._warm(job, now), leaves=leaves, moves=moves
+            job.number, hashes, replicas, warm=self._warm(job, now), leaves=leaves, moves=moves
         )
         return choice.order, choice.fetch
 
-    def sent(self, job: Job, replica: str, ongoing: int, now: float) -> None:
-        """Record that a replica took a job, and its queue length as it reported it."""
+    def sent(self, job: Job, replica: str, ongoing: int) -> None:
+        """Record that a replica took a job, and how many it tells that it has now."""
         self.in_flight.book(job.number, replica)
         if not self._alone:
-            self._told[replica] = (now, ongoing)
-
-    def drop(self, replica: str) -> None:
-        """Forget a replica that is gone."""
-        self.in_flight.drop(replica)
-        self._told.pop(replica, None)
-
-    def _queues(self, now: float) -> Mapping[str, int]:
-        """Return the ongoing requests of replicas as last reported, those of other gateways included."""
-        return {name: ongoing for name, (at, ongoing) in self._told.items() if now - at <= TOLD_SECONDS}
+            self.in_flight.told(replica, ongoing)

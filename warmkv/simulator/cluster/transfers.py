@@ -13,7 +13,15 @@ from typing import Any
 
 import simpy
 
-from warmkv.policies.transfer import CONCURRENT, HANDOVER_BYTES, Fetch, TransferTerms, TransferTimes, choose_successor
+from warmkv.policies.transfer import (
+    CONCURRENT,
+    HANDOVER_BYTES,
+    Fetch,
+    TransferTerms,
+    TransferTimes,
+    choose_successor,
+    pieces,
+)
 from warmkv.simulator.cache.chains import Chain, MovedBlock
 from warmkv.simulator.cache.replica_cache import ReplicaCache
 from warmkv.simulator.cluster.replica import Job, SimulatedReplica
@@ -66,22 +74,22 @@ class SimulatedTransfers:
         if tokens := job.prompt - job.reused:
             self._prefills.append((tokens, self._env.now - job.started))
 
-    def take(self, job: Job, plan: Fetch | None) -> None:
+    def take(self, job: Job, fetch: Fetch | None) -> None:
         """Hand a job to the replica, and before that fetch what it lacks, if its router knows where that is."""
-        flight = None if plan is None or plan.donor == self._replica.name else self._flight(job, plan)
-        if plan is None or flight is None:
+        flight = None if fetch is None or fetch.donor == self._replica.name else self._flight(job, fetch)
+        if fetch is None or flight is None:
             self._replica.submit(job)
             return
         self._replica.expect()
         self.preparing[job] = None
-        self._env.process(self._prepare(job, plan, flight))
+        self._env.process(self._prepare(job, fetch, flight))
 
     def close(self) -> list[Job]:
         """Close the transfers of a lost replica; return the requests that waited for blocks."""
         self._open = False
         return list(self.preparing)
 
-    def _prepare(self, job: Job, plan: Fetch, flight: Flight | None) -> Process:
+    def _prepare(self, job: Job, fetch: Fetch, flight: Flight | None) -> Process:
         """Wait for blocks, those that others fetch first, and then for what is lacking still; but not for too long."""
         deadline = self._env.now + self._terms.timeout_seconds
         while flight is not None and self._env.now < deadline:
@@ -90,23 +98,23 @@ class SimulatedTransfers:
                 return
             if flight.job is job or not flight.process.triggered or not flight.process.value:
                 break
-            flight = self._flight(job, plan)
+            flight = self._flight(job, fetch)
         del self.preparing[job]
         self._replica.submit(job, expected=True)
 
-    def _flight(self, job: Job, plan: Fetch) -> Flight | None:
+    def _flight(self, job: Job, fetch: Fetch) -> Flight | None:
         """Return the fetch to wait for: another job's for the same blocks, or a new one if faster than computing."""
-        _, memory, held = self._replica.cache.leading(job.blocks, plan.blocks, self._env.now)
-        if held == plan.blocks:
+        _, memory, held = self._replica.cache.leading(job.blocks, fetch.blocks, self._env.now)
+        if held == fetch.blocks:
             return None
-        keys = job.keys[memory : plan.blocks]
+        keys = job.keys[memory : fetch.blocks]
         flight = self._flights.get(keys[0])
         if flight is None:
-            if self._gain(job, plan.blocks - held, len(keys)) <= 0 and not plan.always:
+            if self._gain(job, fetch.blocks - held, len(keys)) <= 0 and not fetch.always:
                 self._times = self._times.declined()
                 self._moved.declined += 1
                 return None
-            flight = Flight(job, self._env.process(self._fly(job, plan)))
+            flight = Flight(job, self._env.process(self._fly(job, fetch)))
             self._flights |= dict.fromkeys(keys, flight)
         return flight
 
@@ -116,26 +124,30 @@ class SimulatedTransfers:
             self._times = self._times.computed(*self._prefills.popleft())
         return self._times.gain(computed * job.block_size, fetched * self._block_bytes)
 
-    def _fly(self, job: Job, plan: Fetch) -> Process:
+    def _fly(self, job: Job, fetch: Fetch) -> Process:
         """Fetch blocks piece by piece, those that are lacking in memory; whether any came."""
         env, terms, cache = self._env, self._terms, self._replica.cache
-        deadline, total = env.now + terms.timeout_seconds, 0
+        deadline, total, lost = env.now + terms.timeout_seconds, 0, False
         with self._room.request() as room:
             yield room | env.timeout(terms.timeout_seconds)
             began, wait, more = env.now, terms.start_seconds, room.triggered
             while more and self._open:
                 cache.expire(env.now)
-                _, first, _ = cache.leading(job.blocks, plan.blocks, env.now)
-                donor = self._donors(plan.donor)
-                if first == plan.blocks or donor is None:
+                _, first, _ = cache.leading(job.blocks, fetch.blocks, env.now)
+                if first == fetch.blocks:
+                    break
+                donor = self._donors(fetch.donor)
+                if donor is None:
+                    lost = True
                     break
                 donor.cache.expire(env.now)
                 sums = bool(job.sum_bytes)
-                transfer = donor.cache.chains.lend(job.blocks, first, plan.blocks, terms.piece_bytes, sums, env.now)
+                transfer = donor.cache.chains.lend(job.blocks, first, fetch.blocks, terms.piece_bytes, sums, env.now)
                 seconds, wait = wait + transfer.nbytes * terms.byte_seconds, 0.0
                 late = env.now + seconds >= deadline
                 yield env.timeout(max(0.0, deadline - env.now) if late else seconds)
-                if late or not self._open or not transfer.nbytes or self._donors(plan.donor) is not donor:
+                lost = self._donors(fetch.donor) is not donor
+                if late or lost or not self._open or not transfer.nbytes:
                     break
                 cache.expire(env.now)
                 cache.adopt(job.blocks, transfer, env.now)
@@ -143,7 +155,8 @@ class SimulatedTransfers:
                 more = transfer.more and cache.leading(job.blocks, transfer.blocks, env.now)[2] == transfer.blocks
         self._flights = {key: flight for key, flight in self._flights.items() if flight.job is not job}
         if self._open and room.triggered:
-            self._times = self._times.fetched(total, env.now - began)
+            if not lost:  # what fails tells nothing of the next
+                self._times = self._times.fetched(total, env.now - began)
             self._moved.fetches += total > 0
             self._moved.fetched_bytes += total
         return total > 0
@@ -160,20 +173,16 @@ class ChainSlice:
 
 def pieces_of(parts: Sequence[ChainSlice], most: int) -> list[list[ChainSlice]]:
     """Split entries into pieces of at most `most` bytes, at least one entry each."""
-    pieces: list[list[ChainSlice]] = []
-    left = 0
-    for part in parts:
-        for at in range(part.first, part.last):
-            size = part.chain[at].size
-            if not pieces or size > left:
-                pieces.append([])
-                left = most
-            left -= size
-            if pieces[-1] and pieces[-1][-1].chain is part.chain:
-                pieces[-1][-1] = ChainSlice(part.chain, pieces[-1][-1].first, at + 1)
+    entries = [(part.chain, at) for part in parts for at in range(part.first, part.last)]
+    found: list[list[ChainSlice]] = []
+    for piece in pieces((chain[at].size for chain, at in entries), most):
+        found.append([])
+        for chain, at in entries[piece.start : piece.stop]:
+            if found[-1] and found[-1][-1].chain is chain:
+                found[-1][-1] = ChainSlice(chain, found[-1][-1].first, at + 1)
             else:
-                pieces[-1].append(ChainSlice(part.chain, at, at + 1))
-    return pieces
+                found[-1].append(ChainSlice(chain, at, at + 1))
+    return found
 
 
 def hand_over(
@@ -196,14 +205,14 @@ def hand_over(
     chains: Sequence[Chain] = cache.chains.hottest(HANDOVER_BYTES, env.now)
     holders = {entry.key: holders_of(entry) for chain in chains for entry in chain}
 
-    def give(name: str, pieces: Sequence[Sequence[ChainSlice]]) -> Process:
+    def give(name: str, share: Sequence[Sequence[ChainSlice]]) -> Process:
         """Offer piece after piece; the number of those that were taken."""
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(share):
             nbytes = sum(entry.size for part in piece for entry in part.chain[part.first : part.last])
             seconds = terms.start_seconds + nbytes * terms.byte_seconds
             yield env.timeout(min(seconds, terms.timeout_seconds))
             if not there() or env.now > deadline:
-                return len(pieces)
+                return len(share)
             heir_cache = peer(name)
             if seconds > terms.timeout_seconds or heir_cache is None:
                 return number
@@ -212,20 +221,20 @@ def hand_over(
                 if heir_cache.chains.holds(part.chain[: part.first], env.now):
                     heir_cache.take_over([part.chain[: part.last]], env.now)
             moved.handed_bytes += nbytes
-        return len(pieces)
+        return len(share)
 
     while chains and names and there() and env.now < deadline:
-        shares: dict[str, list[ChainSlice]] = {name: [] for name in names}
+        parts: dict[str, list[ChainSlice]] = {name: [] for name in names}
         for chain in chains:
             keys = [entry.key for entry in chain]
             name, known = choose_successor(keys, names, holders)
-            shares[name].append(ChainSlice(chain, known, len(chain)))
+            parts[name].append(ChainSlice(chain, known, len(chain)))
             for key in keys[known:]:
                 holders[key] = [*holders[key], name]
-        pieces = {name: pieces_of(share, terms.piece_bytes) for name, share in shares.items()}
-        given = {name: env.process(give(name, share)) for name, share in pieces.items()}
+        shares = {name: pieces_of(part, terms.piece_bytes) for name, part in parts.items()}
+        given = {name: env.process(give(name, share)) for name, share in shares.items()}
         yield env.all_of(given.values()) | env.timeout(deadline - env.now)
-        taken = {name: process.value if process.triggered else len(pieces[name]) for name, process in given.items()}
-        names = [name for name in names if taken[name] == len(pieces[name])]
-        rests = [part.chain for name, count in taken.items() for piece in pieces[name][count:] for part in piece]
+        taken = {name: process.value if process.triggered else len(shares[name]) for name, process in given.items()}
+        names = [name for name in names if taken[name] == len(shares[name])]
+        rests = [part.chain for name, count in taken.items() for piece in shares[name][count:] for part in piece]
         chains = list({chain[-1].key: chain for chain in rests}.values())

@@ -362,16 +362,16 @@ def test_a_refusal_is_raised_as_the_engine_said_it(refusal, error):
 
 def test_other_gateways_requests_count_as_load_for_a_while():
     async def scenario(cluster: Cluster) -> None:
-        router = cluster.router
+        in_flight = cluster.router._dispatcher.in_flight
         await settle(cluster)
         cluster.sender.admitted(cluster.replicas[0].connection, 40)
-        assert router._queues(["0", "1"]) == {"0": 40}
+        assert in_flight.known_load(["0", "1"]) == {"0": 40, "1": 0}
         for number in range(3):
             cluster.sender.send(attempt(str(number)))
         await settle(cluster)
         assert loads(cluster) == {"0": 0, "1": 3}
         cluster.now = 11.0
-        assert not router._queues(["0"])
+        assert in_flight.known_load(["0"]) == {"0": 0}
 
     play(scenario, "cluster.gateways=2", "routing.policy=prefix_cost")
 

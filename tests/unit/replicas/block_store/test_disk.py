@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import resource
 import subprocess
@@ -108,6 +109,18 @@ def test_a_folder_is_taken_once_and_found_again(tmp_path):
     assert [first.path.name, second.path.name] == ["0", "1"]
     first.release()
     assert disk.claim(tmp_path, IDENTITY, "model").path.name == "0"
+
+
+def test_a_file_system_without_locks_is_told_and_leaves_one_folder(tmp_path, monkeypatch):
+    """Every folder would seem to be another process's."""
+
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(disk.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="No locks available"):
+        disk.claim(tmp_path, IDENTITY, "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
 def test_folders_of_others_are_left_alone_and_reported(tmp_path, caplog):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.unit.replicas.block_store.harness import BLOCK, CPU, IDENTITY, TOKEN, Prompt, check_tree
 from warmkv.config import PrefixCacheConfig
-from warmkv.replicas.block_store import BlockStore
+from warmkv.replicas.block_store import BlockStore, disk
 from warmkv.replicas.block_store.exchange import PayloadError, lend, seal, take, unseal
 
 LIVES = {"5m": 30.0, "1h": 200.0}
@@ -194,6 +194,22 @@ def test_a_piece_is_limited_and_all_pieces_make_the_whole():
     assert move(donor, other, prompt, most=3 * BLOCK * TOKEN) == 4
     assert other.leading(prompt.hashes) == (10, 10)
     assert move(donor, make(), prompt, most=1) == 10  # at least one block
+
+
+def test_headers_are_made_of_what_is_lent_alone(monkeypatch):
+    """Not of the whole prompt for every piece of it, which held the engines' threads for a time in its square."""
+    prompt, donor, made = Prompt("t", list(range(40))), make(), 0
+    write(donor, prompt)
+    header = disk.header
+
+    def counted(*given: Any) -> disk.Header:
+        nonlocal made
+        made += 1
+        return header(*given)
+
+    monkeypatch.setattr(disk, "header", counted)
+    assert move(donor, make(), prompt, most=1) == 10
+    assert made == 10
 
 
 def test_blocks_without_the_one_before_are_left_out():

@@ -222,6 +222,34 @@ def test_prefixes_of_a_tenant_that_are_dropped_are_found_no_more():
     assert vllm.ledger.left["device", "dropped"] == 2
 
 
+def test_other_names_of_blocks_are_forgotten_when_a_tenant_s_prefixes_are_dropped():
+    """vLLM tells of these blocks' evictions later, when they are nobody's any more."""
+    vllm = Vllm()
+    vllm.answer(asked(list(range(9)), other=True))
+    assert len(vllm.ledger._own) == len(vllm.ledger._names) == 1
+    vllm.ledger.drop("t0")
+    assert not vllm.ledger._own
+    assert not vllm.ledger._names
+
+
+def test_blocks_behind_what_has_outlived_its_ttl_are_looked_at_once(monkeypatch):
+    """A prompt of thousands of blocks that goes on after its TTL held up the event loop, block by block."""
+    vllm = Vllm()
+    vllm.answer(asked(list(range(40))))
+    vllm.now = 301.0
+    chain, walked = vllm.ledger._blocks.chain, 0
+
+    def counted(key: bytes) -> tuple[bytes, ...]:
+        nonlocal walked
+        found = chain(key)
+        walked += len(found)
+        return found
+
+    monkeypatch.setattr(vllm.ledger._blocks, "chain", counted)
+    vllm.answer(asked(list(range(80))))
+    assert 0 < walked <= 20  # blocks of the prompt
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_what_has_outlived_its_ttl_is_not_read_because_vllm_tells_of_a_block_behind_it(late: bool):
     vllm = Vllm()

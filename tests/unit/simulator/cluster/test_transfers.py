@@ -3,7 +3,7 @@
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.simulator.cluster.test_autoscaling import SCALING
@@ -11,7 +11,13 @@ from tests.unit.simulator.cluster.test_failures import FAILURES, PATIENT, times
 from tests.unit.simulator.conversations import EXACT, config, logs, record, run
 from warmkv.policies import routing, transfer
 from warmkv.simulator.cache.chains import MovedBlock
+from warmkv.simulator.cache.kv_shape import kv_shape
+from warmkv.simulator.cluster.cluster import Cluster, ReplicaKind
+from warmkv.simulator.cluster.memory import resolved
+from warmkv.simulator.cluster.stores import Levels, Stores, laid_out
 from warmkv.simulator.cluster.transfers import ChainSlice, pieces_of
+from warmkv.simulator.studies.replays.replay import prepare
+from warmkv.simulator.studies.replays.variants import Variant
 
 EAGER = ("routing.load_weight=100", "routing.transfer=always", "transfer.byte_seconds=0.0009765625")
 SLOW = ("gateway.stall_seconds=2.8125",)  # a thirtieth is enough for 16 tokens
@@ -79,6 +85,7 @@ def test_transfers_occur_in_these_logs():
     """Else the test above says nothing."""
     fetched = []
 
+    @settings(max_examples=100)
     @given(logs(POLICIES), SETTINGS)
     def run_them(records, flags):
         fetched.append(run(records, eager(*flags))[1].moved.fetches)
@@ -172,6 +179,24 @@ def test_a_donor_that_dies_lends_nothing_more(monkeypatch):
     assert jobs[2].reused == 4
     assert moved(outcome)[:2] == (1, 8)
     assert jobs[1].resumptions == 1
+
+
+def test_a_fetch_whose_donor_dies_says_nothing_of_the_next():
+    """As in a live replica, where it has failed."""
+
+    def learned(*failure):
+        settings = eager(*failure)
+        jobs, lifetimes = prepare(busy_then([1] * 40), settings, Variant())
+        size, levels = kv_shape(settings).token_bytes, Levels()
+        stores = Stores(settings, lifetimes, size, jobs.block_size, laid_out(jobs), levels)
+        kinds = {"": ReplicaKind(resolved(settings), stores, EXACT, None)}
+        cluster = Cluster(jobs, settings, kinds, levels, True, False, 0, lambda arrived: None)
+        cluster.run()
+        return cluster._fleets[""].transfers["replica-1"]._times.fetch
+
+    guessed = transfer.TransferTimes.of(transfer.TransferTerms.of(eager())).fetch
+    assert learned() != guessed
+    assert learned("simulator.failures=[{at: 4.075, replica: 0}]") == guessed
 
 
 def test_a_replica_that_dies_while_it_fetches_loses_no_request():
