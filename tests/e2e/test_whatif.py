@@ -61,7 +61,7 @@ def test_the_actor_replays_what_gateways_send_and_keeps_candidates(cluster):
         def restarted() -> Any:
             try:
                 table = asyncio.run(remote.table())
-            except ray.exceptions.RayActorError:
+            except named_actors.ActorAwayError:
                 return None
             return table if table["window"]["seen"] == 0 else None
 

@@ -9,17 +9,29 @@ from typing import Any
 NAMESPACE = "warmkv"
 
 
+class ActorAwayError(ConnectionError):
+    """An actor that does not answer. What it was asked for may have been done."""
+
+
 def replicas_name(group: str) -> str:
     """Return the name of the deployment of a group of replicas."""
     return f"replica-{group}" if group else "replica"
 
 
 async def call(name: str, method: str, *args: Any) -> Any:
-    """Call a method of the actor of that name. Raises what it raises, ValueError where no actor has the name."""
+    """Call a method of the actor of that name. Raises what it raises, ActorAwayError where it does not answer."""
     import ray
+    from ray.exceptions import RayActorError
 
-    actor = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
-    return await getattr(actor, method).remote(*args)
+    away = f"the actor {name} does not answer: it is being started anew, or is no more"
+    try:
+        actor = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
+    except ValueError as error:
+        raise ActorAwayError(away) from error
+    try:
+        return await getattr(actor, method).remote(*args)
+    except RayActorError as error:
+        raise ActorAwayError(away) from error
 
 
 def end(name: str) -> None:

@@ -20,6 +20,7 @@ from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.live_config import StaleVersionError, UnknownVersionError, in_force, values, warnings
 from warmkv.platform.live_config_store import StoreError
+from warmkv.platform.named_actors import ActorAwayError
 from warmkv.platform.tenants import Caller
 
 REFUSED: dict[type[Exception], ErrorType] = {
@@ -27,6 +28,7 @@ REFUSED: dict[type[Exception], ErrorType] = {
     StaleVersionError: "conflict_error",
     UnknownVersionError: "not_found_error",
     StoreError: "api_error",
+    ActorAwayError: "overloaded_error",
 }
 Why = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
 
@@ -71,6 +73,9 @@ def add_policy_endpoints(
             with refusals(REFUSED):
                 status = await make(based_on)
         except ApiError as error:
+            if error.type == "overloaded_error":
+                message = f"{error.message}. Look at the history before you try again: the change may have been made."
+                raise ApiError(error.type, message) from None
             if error.type == "conflict_error" and body.version is None:
                 raise ApiError(error.type, error.message, status=412) from None  # as If-Match has it
             raise
@@ -80,7 +85,8 @@ def add_policy_endpoints(
     @app.get("/v1/warmkv/policy")
     async def get_policy(request: Request) -> Response:
         operator_of(request)
-        return shown(await control.status())
+        with refusals(REFUSED):
+            return shown(await control.status())
 
     @app.put("/v1/warmkv/policy")
     async def put_policy(request: Request) -> Response:
@@ -102,7 +108,8 @@ def add_policy_endpoints(
     @app.get("/v1/warmkv/policy/history")
     async def get_history(request: Request) -> Response:
         operator_of(request)
-        versions = [version.model_dump(mode="json") for version in await control.history()]
+        with refusals(REFUSED):
+            versions = [version.model_dump(mode="json") for version in await control.history()]
         return JSONResponse({"versions": [{"version": one.pop("number"), **one} for one in versions]})
 
 

@@ -17,6 +17,7 @@ from warmkv.platform.gateway.intake.body import Intake
 from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.live_config_store import StoreError
+from warmkv.platform.named_actors import ActorAwayError
 from warmkv.platform.tenants import Caller
 from warmkv.platform.whatif.candidates import TooManyCandidatesError, UnknownCandidateError
 
@@ -25,6 +26,7 @@ REFUSED: dict[type[Exception], ErrorType] = {
     TooManyCandidatesError: "conflict_error",
     UnknownCandidateError: "not_found_error",
     StoreError: "api_error",
+    ActorAwayError: "overloaded_error",
 }
 
 
@@ -61,7 +63,9 @@ def add_whatif_endpoints(
 
     @app.get("/v1/warmkv/whatif")
     async def get_whatif(request: Request) -> Response:
-        return JSONResponse(await on(request).table())
+        known = on(request)
+        with refusals(REFUSED):
+            return JSONResponse(await known.table())
 
     @app.post("/v1/warmkv/whatif")
     async def add_candidate(request: Request) -> Response:
