@@ -21,10 +21,10 @@ from tests.e2e.conftest import OPERATOR, Application, Cluster, application
 from tests.polling import PATIENCE, until
 from tests.unit.platform.whatif.traffic import evaluated
 from warmkv import telemetry
+from warmkv.config.tenants import AUTOPILOT
 from warmkv.dashboards.alerts import ALERTS
 from warmkv.observe import prometheus_binary, scraping
 from warmkv.platform.local import metrics_addresses
-from warmkv.platform.whatif.decision import AUTOPILOT
 
 REPLAYED = 600.0  # seconds that replays of lowest priority may take on a busy machine
 pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(4 * REPLAYED)]

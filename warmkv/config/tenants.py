@@ -14,6 +14,9 @@ Right = Literal["policy", "replica", "ignore_eos"]
 """A field of a request's `warmkv` options that not every tenant may use."""
 
 
+AUTOPILOT = "autopilot"
+"""Who changes the live configuration where no operator does."""
+
 EMPTY = hashlib.sha256(b"").hexdigest()
 
 
@@ -89,7 +92,9 @@ class TenantConfig(KeyHolder):
 
 
 def check_key_holders(tenants: Sequence[TenantConfig], operators: Sequence[OperatorConfig]) -> None:
-    """Raise ValueError if a key is that of two holders, or one tenant is listed with different rights or limits."""
+    """Raise ValueError if a key is that of two holders, one tenant is listed with different rights or limits, or the
+    changes of an operator would look like the autopilot's.
+    """
     holders: dict[str, tuple[str, str]] = {}
     for kind, listed in (("tenant", tenants), ("operator", operators)):
         for holder in listed:
@@ -99,6 +104,8 @@ def check_key_holders(tenants: Sequence[TenantConfig], operators: Sequence[Opera
                     raise ValueError(
                         f"the key {key.sha256[:8]}... is that of {' '.join(first)} and of {kind} {holder.name}"
                     )
+    if AUTOPILOT in {one.name for one in (*operators, *(tenant for tenant in tenants if tenant.operator))}:
+        raise ValueError(f"no operator may be named {AUTOPILOT}: versions of the live configuration tell who made them")
     terms: dict[str, TenantConfig] = {}
     for tenant in tenants:
         first_entry = terms.setdefault(tenant.name, tenant)

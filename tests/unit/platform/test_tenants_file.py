@@ -151,6 +151,8 @@ WRONG = [
     (document(tenant("a", "k"), tenant("b", "k")), "is that of tenant a and of tenant b"),
     (document(tenant("a", "inline's")), "is that of tenant inline and of tenant a"),
     (document(tenant("a", "k"), operators=(tenant("a", "k"),)), "is that of tenant a and of operator a"),
+    (document(operators=(tenant("autopilot", "k"),)), "no operator may be named autopilot"),
+    (document({**tenant("autopilot", "k"), "operator": True}), "no operator may be named autopilot"),
     (document(tenant("a", "1", rights=["policy"]), tenant("a", "2")), "listed twice"),
     (document(tenant("a", "1", limits={"requests_per_minute": -1})), "requests_per_minute"),
     (document(tenant("a", "1", rights=["everything"])), "rights"),

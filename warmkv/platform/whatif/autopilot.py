@@ -11,11 +11,11 @@ from typing import Any
 
 from warmkv import recorders, telemetry
 from warmkv.config import AutopilotConfig, Config, ConfigError
+from warmkv.config.tenants import AUTOPILOT
 from warmkv.platform.control import LiveConfigControl
 from warmkv.platform.live_config import StaleVersionError, Version, in_force
 from warmkv.platform.live_config_store import StoreError
 from warmkv.platform.whatif.decision import (
-    AUTOPILOT,
     Apply,
     Close,
     Decision,

@@ -15,11 +15,11 @@ from typing import Any
 from pydantic import Field
 
 from warmkv.config import AutopilotConfig, Config, ConfigError, Section
+from warmkv.config.tenants import AUTOPILOT
 from warmkv.platform.live_config import LIVE, Version, changed, in_force, setting_of, values
 from warmkv.platform.whatif.candidates import NOW
 from warmkv.simulator.studies.replays.whatif import COSTS, ENOUGH_IN_SLO, Values, differences
 
-AUTOPILOT = "autopilot"  # who, in the versions of the live configuration
 REQUESTS = 50  # that a measurement must rest on
 LATELY = 6  # rests, within which nothing that was left is taken again
 KEPT_GAIN = 0.5  # of the predicted gain, that must have come true

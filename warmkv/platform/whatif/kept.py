@@ -18,17 +18,21 @@ class Kept(Section):
 
 
 class Memory:
-    """Keeps it in the store of the live configuration. What cannot be read is copied aside, and nothing is known."""
+    """Keeps it in the store of the live configuration.
+
+    What cannot be read is copied aside, and nothing is known; `fault` tells so until something is kept again.
+    """
 
     def __init__(self, store: Store, application: str, now: float) -> None:
         self._store, self._name = store, f"{application}-what-if.json"
-        self.kept = restored(store, self._name, Kept, now)[0] or Kept()
+        found, self.fault = restored(store, self._name, Kept, now)
+        self.kept = found or Kept()
 
     def keep(self, **changed: Any) -> None:
         """Keep changed fields: a small write, for each change by an operator or step. Raises StoreError; then nothing
         has changed.
         """
-        kept = self.kept.model_copy(update=changed)
+        kept, self.fault = self.kept.model_copy(update=changed), ""
         try:
             self._store.write(self._name, kept.model_dump_json(indent=1).encode())
         except OSError as error:

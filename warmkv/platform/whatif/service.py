@@ -156,7 +156,7 @@ class WhatIf:
             rows.append(self._row(known[name], result, rank, front.get(name, False)))
         return {
             "state": self._state,
-            "fault": self._fault or None,
+            "fault": self._fault or self._memory.fault or None,
             "rounds": self._rounds,
             "version": self._version,
             "window": {

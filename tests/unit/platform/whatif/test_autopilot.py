@@ -21,12 +21,12 @@ from tests.unit.simulator.conversations import config as simulated
 from tests.unit.simulator.conversations import record, run, with_timings
 from warmkv import recorders, telemetry
 from warmkv.config import AutopilotConfig, Config, ConfigError, load
+from warmkv.config.tenants import AUTOPILOT
 from warmkv.platform.control import Report
 from warmkv.platform.live_config import History, StaleVersionError, Version, change, roll_back, values
 from warmkv.platform.whatif.autopilot import LOOK_SECONDS, Autopilot
 from warmkv.platform.whatif.candidates import NOW
 from warmkv.platform.whatif.decision import (
-    AUTOPILOT,
     LATELY,
     REQUESTS,
     STEPPED,

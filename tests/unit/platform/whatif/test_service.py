@@ -437,7 +437,12 @@ def test_candidates_outlive_the_actor_and_what_cannot_be_kept_is_not_there():
         before.store.full = False
         (name,) = before.store.held
         before.store.held[name] = b"{"
-        assert (await Bench(store=before.store).whatif.table())["candidates"] == []
+        damaged = Bench(store=before.store).whatif
+        table = await damaged.table()
+        assert table["candidates"] == []
+        assert table["fault"].startswith(f"{name} cannot be read and was copied to {name}.damaged-0: ")
+        await damaged.add({"engine.max_slots": 12})  # and is kept
+        assert (await damaged.table())["fault"] is None
         assert before.store.held[f"{name}.damaged-0"] == b"{"
 
     clocks.run(scenario())
