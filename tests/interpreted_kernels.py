@@ -1,7 +1,7 @@
-"""Triton's interpreter in half the time.
+"""Interpret Triton's kernels in half of the time.
 
-It replaces what `triton.language` offers when a kernel is launched, and again whenever the kernel calls a function, by
-the same: looking for what is to be replaced took half of the time of a launch.
+The interpreter replaces what `triton.language` offers at every launch, and again at every function that the kernel
+calls, by the same: looking for what is to be replaced took half of a launch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def replace_language_once_a_launch() -> None:
-    """Have functions that an interpreted kernel calls find replaced what the launch has replaced already."""
+    """Leave `triton.language` as the launch has it while the kernel calls functions."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -13,9 +13,7 @@ from warmkv.config.base import Section
 Right = Literal["policy", "replica", "ignore_eos"]
 """A field of a request's `warmkv` options that not every tenant may use."""
 
-
-AUTOPILOT = "autopilot"
-"""Who changes the live configuration where no operator does."""
+AUTOPILOT = "autopilot"  # who changes the live configuration where no operator does
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 

@@ -33,10 +33,8 @@ from warmkv.replicas.loading.tokenizer import model_path
 
 PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those that Linux gives to whoever names none
 
-NEEDED = {"gcs_server", "raylet"}
-"""Processes without which Ray does not go on."""
-ENDED_SECONDS = 0.5
-"""How often the end of one of them is looked for."""
+NEEDED = {"gcs_server", "raylet"}  # processes without which Ray does not go on
+ENDED_SECONDS = 0.5  # between two looks whether one of them has ended
 
 
 class StartError(UserError):

@@ -10,7 +10,7 @@ NAMESPACE = "warmkv"
 
 
 class ActorAwayError(ConnectionError):
-    """An actor that does not answer. What it was asked for may have been done."""
+    """Say that an actor does not answer. What it was asked for may have been done."""
 
 
 def replicas_name(group: str) -> str:

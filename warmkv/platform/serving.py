@@ -29,7 +29,7 @@ from warmkv.terminal import errors
 
 
 class EndedError(UserError):
-    """A service whose Ray has ended, and not by it."""
+    """Say that Ray has ended under a service."""
 
 
 def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0) -> None:
@@ -71,8 +71,8 @@ def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0)
         while not stop.wait(ENDED_SECONDS):
             if part := ended_part():
                 raise EndedError(
-                    f"Ray's {part} has ended, and the service with it. The kernel kills it where the machine's memory "
-                    f"is short (dmesg says so). Its logs are in {ray_logs()}; start the service again."
+                    f"Ray's {part} has ended, and the service with it. If memory was short, the kernel killed it "
+                    f"(dmesg tells). Its logs are in {ray_logs()}; start the service again."
                 )
         console.print("stopping")
 

@@ -27,8 +27,7 @@ KEPT_SECONDS = 4 * PUBLISH_SECONDS
 """How long a router counts on what it had computed before its index must tell of it: a replica reports, and a router
 asks, every PUBLISH_SECONDS at most."""
 
-OTHERS_SECONDS: Final = 10.0
-"""How long a replica's word of the requests that other routers sent counts."""
+OTHERS_SECONDS: Final = 10.0  # for which a replica's word of other routers' requests counts
 
 _GROWTH: Final = 2 ** (1 / HALF_LIFE)
 _LARGE: Final = 1e9

@@ -41,8 +41,8 @@ STATES = {Wait: "waiting", Apply: "applied a step", RollBack: "rolled a step bac
 class Autopilot:
     """State and loop.
 
-    `table` is that of the what-if service, `records` returns its window, `held` tells what the replicas
-    hold now. Every step is a version by "autopilot", with its reason.
+    `table` is that of the what-if service, `records` returns its window, `held` tells what the replicas hold now.
+    Every step is a version by "autopilot", with its reason.
     """
 
     def __init__(

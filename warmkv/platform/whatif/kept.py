@@ -18,7 +18,7 @@ class Kept(Section):
 
 
 class Memory:
-    """Keeps it in the store of the live configuration.
+    """Keep it in the store of the live configuration.
 
     What cannot be read is copied aside, and nothing is known; `fault` tells so until something is kept again.
     """
@@ -32,9 +32,9 @@ class Memory:
         """Keep changed fields: a small write, for each change by an operator or step. Raises StoreError; then nothing
         has changed.
         """
-        kept, self.fault = self.kept.model_copy(update=changed), ""
+        kept = self.kept.model_copy(update=changed)
         try:
             self._store.write(self._name, kept.model_dump_json(indent=1).encode())
         except OSError as error:
             raise StoreError(f"it could not be kept: {error}") from None
-        self.kept = kept
+        self.kept, self.fault = kept, ""

@@ -15,7 +15,7 @@ RECORD_BYTES, KEY_BYTES, MARK_BYTES = 1500, 80, 300  # of a record, a block hash
 
 
 class RequestWindow:
-    """Requests that succeeded, the latest ones; older ones go as new ones come. `failed` has arrivals of others."""
+    """Hold the latest requests that succeeded; older ones go as new ones come. `failed` are arrivals of the others."""
 
     def __init__(self, requests: int = REQUESTS, most_bytes: int = BYTES) -> None:
         self._most, self._most_bytes = requests, most_bytes

@@ -100,7 +100,7 @@ class Fetching(Protocol):
 
 
 class Moving(Fetching, Protocol):
-    """What brings blocks from other replicas and gives them theirs (`transfer.Transfers`)."""
+    """Fetch blocks from other replicas, and lend and hand over to them (`transfer.Transfers`)."""
 
     async def lend(self, wanted: BlocksWanted) -> BlockPayloads: ...
     async def take_over(self, offered: BlocksOffered) -> int: ...

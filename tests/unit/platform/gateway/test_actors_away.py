@@ -1,4 +1,4 @@
-"""Operators are told that an actor does not answer, and that a change may have been made."""
+"""Tell operators that an actor does not answer, and that a change may have been made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHANGE = {"changes": {"routing.overload": 3}, "why": "test"}
 
 
 class Dead:
-    """An actor whose process has ended."""
+    """Stand for an actor whose process has ended."""
 
     def __getattr__(self, name: str) -> Any:
         return self

@@ -540,7 +540,7 @@ def telemetry_of_nobody() -> Any:
 
 
 def asked(now: float, count: int = 99) -> RequestWindow:
-    """A window of requests of the last moment, and one of long ago."""
+    """Return a window of requests of the last moment, and of one of long ago."""
     line = replace(record(now, [1] * 9, 3), status="ok", cached_tokens=4, usage=Usage(5, 4, {}, 3))
     window = RequestWindow()
     window.add([replace(line, arrival=now - 2 * REST), *[line] * count])
@@ -548,7 +548,7 @@ def asked(now: float, count: int = 99) -> RequestWindow:
 
 
 def pilot_of(versions: Versions, memory: Memory, window: RequestWindow, of: Any = None) -> Autopilot:
-    """An autopilot that sees these requests, and by default a candidate that is better."""
+    """Return an autopilot that sees these requests, and by default a candidate that is better."""
 
     async def shown() -> dict[str, Any]:
         return of or table(BETTER)

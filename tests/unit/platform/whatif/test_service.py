@@ -441,6 +441,11 @@ def test_candidates_outlive_the_actor_and_what_cannot_be_kept_is_not_there():
         table = await damaged.table()
         assert table["candidates"] == []
         assert table["fault"].startswith(f"{name} cannot be read and was copied to {name}.damaged-0: ")
+        before.store.full = True
+        with pytest.raises(StoreError):
+            await damaged.add({"engine.max_slots": 12})
+        assert (await damaged.table())["fault"] == table["fault"]
+        before.store.full = False
         await damaged.add({"engine.max_slots": 12})  # and is kept
         assert (await damaged.table())["fault"] is None
         assert before.store.held[f"{name}.damaged-0"] == b"{"

@@ -112,7 +112,7 @@ def test_a_folder_is_taken_once_and_found_again(tmp_path):
 
 
 def test_a_file_system_without_locks_is_told_and_leaves_one_folder(tmp_path, monkeypatch):
-    """Every folder would seem to be another process's."""
+    """Do not take every folder for another process's."""
 
     def flock(file: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

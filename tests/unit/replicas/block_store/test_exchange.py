@@ -197,7 +197,7 @@ def test_a_piece_is_limited_and_all_pieces_make_the_whole():
 
 
 def test_headers_are_made_of_what_is_lent_alone(monkeypatch):
-    """Not of the whole prompt for every piece of it, which held the engines' threads for a time in its square."""
+    """Make none of the rest of the prompt for each piece, which held engines' threads for a time in its square."""
     prompt, donor, made = Prompt("t", list(range(40))), make(), 0
     write(donor, prompt)
     header = disk.header

@@ -44,7 +44,7 @@ def test_a_gateway_counts_its_own_requests_and_for_a_while_those_of_others():
 
 
 def test_what_a_gateway_has_ended_does_not_count_as_others_requests():
-    """As in the live router: of what a replica told, the gateway's own end meanwhile."""
+    """Do as the live router: of what a replica told, the gateway's own end meanwhile."""
     settings = config("routing.policy=least_loaded")
     (job, *sent), _ = prepare([record(0.0, [1] * 8) for _ in range(4)], settings, Variant())
     one = gateway(settings, False)

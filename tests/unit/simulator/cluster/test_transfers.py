@@ -182,7 +182,7 @@ def test_a_donor_that_dies_lends_nothing_more(monkeypatch):
 
 
 def test_a_fetch_whose_donor_dies_says_nothing_of_the_next():
-    """As in a live replica, where it has failed."""
+    """Do as a live replica, where such a fetch has failed."""
 
     def learned(*failure):
         settings = eager(*failure)

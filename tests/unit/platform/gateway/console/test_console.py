@@ -175,7 +175,7 @@ def put(server: Any, changes: dict[str, Any]) -> None:
 
 
 def asked(page: Page, path: str) -> int:
-    """How often the page has asked for a path since PATCH."""
+    """Count how often the page has asked for a path since PATCH."""
     return int(page.value(f"seen.filter((path) => path.endsWith('{path}')).length"))
 
 
