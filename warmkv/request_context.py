@@ -1,13 +1,15 @@
-"""Identity of a request in headers, log lines and the access log: its id, the client's id, and its trace context."""
+"""Identity of a request in headers, log lines and the access log: its id, the client's id, its trace context, and the
+session that it names."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 KNOWN_FLAGS = 0b11  # sampled, random; the others must not be passed on
+SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")  # the first one that is there counts
 CLIENT_ID_LENGTH = 128  # characters of an x-request-id that are taken
 _CLIENT_ID = re.compile(rf"[\w.:@/+=-]{{1,{CLIENT_ID_LENGTH}}}", re.ASCII)
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
@@ -61,3 +63,18 @@ def parse_traceparent(values: Sequence[str]) -> TraceContext | None:
 def checked_client_id(values: Sequence[str]) -> str:
     """Return the client's `x-request-id` if it is short and plain, else nothing: it goes into logs."""
     return values[0] if len(values) == 1 and _CLIENT_ID.fullmatch(values[0]) else ""
+
+
+def session_of_headers(headers: Mapping[str, str]) -> str:
+    """Return the session that a client names in a header, as coding agents do; empty for none."""
+    return next((name for header in SESSION_HEADERS if (name := headers.get(header))), "")
+
+
+def session_of_body(cache_key: object, metadata: object) -> str:
+    """Return the session that a body names; empty for none.
+
+    The OpenAI APIs name it by `prompt_cache_key`. Anthropic's has only a `user_id` in its `metadata`, in which Claude
+    Code puts the session.
+    """
+    user = metadata.get("user_id") if isinstance(metadata, Mapping) else None
+    return next((name for name in (cache_key, user) if isinstance(name, str) and name), "")

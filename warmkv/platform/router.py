@@ -102,7 +102,7 @@ class Router:
             avoid=_failed(attempt) if attempt.given_up else (),
             leaves=self._leaves(request),
             config=attempt.routing,
-            session=request.session,
+            session=request.session.encode(),
             moves=moves,
         )
         if choice.fetch != request.fetch:

@@ -72,7 +72,7 @@ class RequestRecord:
     error: str = ""  # type of the error that the client got
     client_id: str = ""  # its x-request-id
     trace_id: str = ""  # of its traceparent
-    session: str = ""  # a hash of the conversation that it names
+    session: str = ""  # a hash of the one that it names, or that its log tells
     bytes_per_token: float = 0.0  # of the prompt's text, where its tokens were counted by that; 0: by a tokenizer
 
     def to_json(self) -> str:

@@ -99,8 +99,9 @@ class GenerateRequest:
     marks: tuple[Mark, ...] = ()
     reads: tuple[Candidate, ...] = ()  # highest position first
     replica: str | None = None  # id of the replica that the client prefers
-    session: bytes = b""  # that its client names, for routing; empty for none
+    session: str = ""  # hash of the one that its client names, for routing; empty for none
     root: bytes = b""  # of the chain of the hashes
+    other_from: int | None = None  # token from which on they are as of other tokens (`breakpoints.plan`)
     tenant: str = ""  # whose request it is, for fairness among those that wait
     terms: Terms | None = None  # those of the configuration if absent
     fetch: Fetch | None = None  # where its prefix is warm, as far as the router knows

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from warmkv.prefixes import hashing, prompt_text
+from warmkv.request_context import session_of_body, session_of_headers
 
 SALT_FIELD = "cache_salt"
 """Field of vLLM's APIs by which prompts are kept apart in its prefix cache."""
@@ -35,13 +36,13 @@ def read_body(data: bytes) -> dict[str, Any] | None:
     return asked if isinstance(asked, dict) else None
 
 
-def prompt_of(asked: Mapping[str, Any], block_size: int) -> Prompt:
-    """Return the blocks of a body's text, kept apart by its salt, and its session."""
+def prompt_of(headers: Mapping[str, str], asked: Mapping[str, Any], block_size: int) -> Prompt:
+    """Return the blocks of a body's text, kept apart by its salt, and the session that it or a header names."""
     root = hashing.chain_root((salt_of(asked) or "").encode("utf-8", "surrogatepass"), str(asked.get("model", "")))
     parts = [part._replace(ttl=None) for part in prompt_text.parts_of(asked)]
-    session = asked.get("prompt_cache_key")
-    named = session.encode("utf-8", "surrogatepass") if isinstance(session, str) else b""
-    return Prompt(prompt_text.plan(parts, root, block_size, prompt_text.BYTES_PER_TOKEN).plan.hashes, (), named)
+    session = session_of_headers(headers) or session_of_body(asked.get("prompt_cache_key"), asked.get("metadata"))
+    hashes = prompt_text.plan(parts, root, block_size, prompt_text.BYTES_PER_TOKEN).plan.hashes
+    return Prompt(hashes, (), session.encode("utf-8", "surrogatepass"))
 
 
 def salt_of(asked: Mapping[str, Any]) -> str | None:

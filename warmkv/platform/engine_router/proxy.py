@@ -140,7 +140,7 @@ class RoutingProxy(Proxy):
             data = with_salt(data, asked, salt)
             asked = asked | {SALT_FIELD: salt}
         size = self._router.block_size
-        prompt = prompt_of(asked, size)
+        prompt = prompt_of(headers, asked, size)
         if not self._feeds or any(str(asked.get("model")) in feed.loras for feed in self._feeds.values()):
             return data, prompt
         assert self._session is not None

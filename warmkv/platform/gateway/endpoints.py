@@ -46,6 +46,7 @@ from warmkv.platform.gateway.whatif import WhatIfControl, add_whatif_endpoints
 from warmkv.platform.named_actors import replicas_name
 from warmkv.platform.tenants import chain_root
 from warmkv.platform.tenants_file import Outcome, Tenants
+from warmkv.request_context import session_of_headers
 
 ReplicaStatus = Callable[[], Awaitable[dict[str, Any]]]
 DropPrefixes = Callable[[str, bytes], Awaitable[list[int]]]
@@ -64,7 +65,8 @@ class ApiContext:
 
     def admitted(self, request: Request) -> Arrival:
         """Count a request towards the limits of its tenant. Raises ApiError (403, 429)."""
-        return self.service.arrive(request.state.context, self.limits.begin(request, tenant_of(request)))
+        lease = self.limits.begin(request, tenant_of(request))
+        return self.service.arrive(request.state.context, lease, session_of_headers(request.headers))
 
 
 def create_app(

@@ -52,8 +52,8 @@ class LiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that came in: its id, when by the service's clock and in Unix time, what was in force then, and whose
-    limits it counts towards.
+    """A request that came in: its id, when by the service's clock and in Unix time, what was in force then, whose
+    limits it counts towards, and the session that its headers name.
     """
 
     context: RequestContext
@@ -61,6 +61,7 @@ class Arrival:
     time: float
     policy: LiveConfig
     lease: Lease
+    session: str = ""
 
     @property
     def id(self) -> str:
@@ -128,9 +129,9 @@ class Service:
         if version.number:
             self._recorder.set(telemetry.LIVE_CONFIG_CHANGE, 1, version=str(version.number), **described(version))
 
-    def arrive(self, context: RequestContext, lease: Lease) -> Arrival:
+    def arrive(self, context: RequestContext, lease: Lease, session: str = "") -> Arrival:
         """Note when a request came in; what is in force then holds for it to its end."""
-        return Arrival(context, self._clock(), self._wall_clock(), self.policy, lease)
+        return Arrival(context, self._clock(), self._wall_clock(), self.policy, lease, session)
 
     async def start(
         self, api: str, arrival: Arrival, asked: ParsedRequest, choice: Choice | None = None
@@ -208,6 +209,7 @@ class Service:
         if not prompt.tokens:
             raise invalid("the prompt is empty")
         check_options(options, tenant, config, self.capabilities)
+        other_from = None if asked.tool_choice == "auto" else prompt.head
         plan = breakpoints.plan(
             prompt.tokens,
             prompt.ends,
@@ -215,7 +217,7 @@ class Service:
             prompt.root,
             block_size=cache.block_size,
             joined=prompt.outline.joined,
-            other_from=None if asked.tool_choice == "auto" else prompt.head,
+            other_from=other_from,
             known=prompt.hashes,
         )
         request = GenerateRequest(
@@ -227,8 +229,9 @@ class Service:
             marks=plan.marks,
             reads=plan.reads,
             replica=options.replica,
-            session=_session(asked.session, tenant.salt),
+            session=_session(arrival.session or asked.session, tenant.salt),
             root=prompt.root,
+            other_from=other_from,
             tenant=tenant.label,
             terms=arrival.policy.terms,
             context=arrival.context,
@@ -375,12 +378,13 @@ class Service:
             marks=request.marks,
             reads=request.reads,
             max_tokens=request.sampling.max_tokens,
+            session=request.session,
             client_id=context.client_id if context is not None else "",
             trace_id=context.trace.trace_id if context is not None and context.trace is not None else "",
             **{"output_tokens": 0, **outcome},
         )
 
 
-def _session(name: str, salt: bytes) -> bytes:
-    """Return what routing knows a tenant's session by; empty for none."""
-    return hashlib.blake2b(salt + name.encode(errors="surrogatepass"), digest_size=8).digest() if name else b""
+def _session(name: str, salt: bytes) -> str:
+    """Return what routing and the log know a tenant's session by; empty for none."""
+    return hashlib.blake2b(salt + name.encode(errors="surrogatepass"), digest_size=8).hexdigest() if name else ""

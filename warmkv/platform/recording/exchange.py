@@ -17,11 +17,11 @@ from warmkv.prefixes.prompt_text import Part
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.reported_usage import usage_of
 from warmkv.prefixes.usage import Usage
+from warmkv.request_context import session_of_body, session_of_headers
 
 APIS = {"messages": "messages", "chat/completions": "chat", "completions": "completions", "responses": "responses"}
 NAMES = re.compile(r"[A-Za-z0-9_.:/@+-]{1,128}")  # of models, errors and reasons to stop: no room for a text
 USAGE = re.compile(rb'"usage"\s*:\s*\{')
-SESSION_HEADERS = ("x-claude-code-session-id", "session_id", "x-session-id")
 LONGEST_INFLATED = 1 << 28  # bytes of an answer, unpacked
 MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
@@ -125,10 +125,7 @@ class Analyst:
         return self._hash("tenant", key)
 
     def _session(self, headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
-        metadata = body.get("metadata")
-        named = [headers.get(name) for name in SESSION_HEADERS]
-        named += [body.get("prompt_cache_key"), metadata.get("user_id") if isinstance(metadata, dict) else None]
-        session = next((name for name in named if isinstance(name, str) and name), None)
+        session = session_of_headers(headers) or session_of_body(body.get("prompt_cache_key"), body.get("metadata"))
         return self._hash("session", session) if session else ""
 
     def _hash(self, what: str, text: str) -> str:

@@ -63,6 +63,7 @@ class PrefixLedger:
         self._published: dict[bytes, str] = {}
         self._names: defaultdict[bytes, set[bytes]] = defaultdict(set)  # other names of blocks, by their own key
         self._own: dict[bytes, bytes] = {}  # and the other way round
+        self._coming: dict[str, list[bytes]] = {}  # such blocks of the requests that have no token yet
         self._tenants: dict[bytes, str] = {}  # by the root of their chains
         self._generations: dict[bytes, int] = {}  # of these, where prefixes were dropped
         self._tails: defaultdict[bytes, set[bytes]] = defaultdict(set)  # by the block that they follow
@@ -107,13 +108,21 @@ class PrefixLedger:
     def salt(self, request: GenerateRequest) -> str:
         """Note whose a request is and by which names its blocks go; return the `cache_salt` it is sent with."""
         self._tenants[request.root] = request.tenant
-        keys = hashing.block_hashes(request.token_ids, self._size, request.root)
-        for name, key in zip(reversed(request.hashes), reversed(keys), strict=True):
-            if name == key:
-                break
-            self._names[key].add(name)
-            self._own[name] = key
+        if request.other_from is not None:
+            first = request.other_from // self._size
+            parent = request.hashes[first - 1] if first else request.root
+            keys = hashing.block_hashes(request.token_ids[first * self._size :], self._size, parent)
+            for name, key in zip(request.hashes[first:], keys, strict=True):
+                self._names[key].add(name)
+                self._own[name] = key
+            self._coming[request.id] = keys
         return cache_salt(request.root, self._generations.get(request.root, 0))
+
+    def ended(self, request_id: str) -> None:
+        """Forget the names of what a request has not computed: no event will tell that it is gone."""
+        if keys := self._coming.pop(request_id, ()):
+            expected = {key for others in self._coming.values() for key in others}
+            self._forget_names(key for key in keys if key not in expected and self._blocks.tier(key) is None)
 
     def lacking_tokens(self, request: GenerateRequest) -> int:
         """Return the tokens of a prompt behind the leading blocks that may be read now."""
@@ -135,6 +144,7 @@ class PrefixLedger:
             self._cache.store(request.hashes, request.marks, size, now, request.tenant, match, begun, lifetimes)
         )
         self._cache.release(match)
+        self._coming.pop(request.id, None)  # if vLLM has not told of its blocks yet, it will
         self._follow_marks(request, now)
         written = self._cache.highest_mark(request.marks, now)
         return Reading(match.hit, written, min(found, match.tokens), match.ttl)

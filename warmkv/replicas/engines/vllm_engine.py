@@ -118,6 +118,7 @@ class VllmEngine:
         self._watcher = watcher  # which kills vLLM's processes if this one ends
         self._completions = Completions()
         self._failed = self._touched = 0
+        self._stopping = False
 
     @property
     def turns(self) -> int:
@@ -211,6 +212,7 @@ class VllmEngine:
             self._folder.rmdir()
 
     def _cancel_all(self) -> None:
+        self._stopping = True
         self._beside.cancel()
         for task in self._tasks.values():
             task.cancel()
@@ -242,6 +244,9 @@ class VllmEngine:
                     emit(self._end(request, part, drawn))
                 self._flush_soon()
         except asyncio.CancelledError:
+            if self._stopping:
+                emit(Failed("the replica is stopping"))
+                self._flush_soon()
             raise
         except Exception as error:
             log.exception("vLLM failed with a request")
@@ -281,6 +286,7 @@ class VllmEngine:
     def _ended(self, request: GenerateRequest, task: asyncio.Task[None]) -> None:
         del self._tasks[request.id]
         self._waiting.remove(request)
+        self.store.ended(request.id)
         self._completions.ended(self._clock())
 
     def _flush_soon(self) -> None:

@@ -103,7 +103,8 @@ def mixed_limits(jobs: Jobs, config: Config, token_bytes: int, group: str = "") 
     Raises BatchingError for what vLLM does not do of what the group is to serve.
     """
     engine, kind = config.engine, StepKind.of(config.whole_cache)
-    for number, (asked, *_) in enumerate(jobs.sizes):
+    for number, sizes in enumerate(jobs.sizes):
+        asked = sizes.kind
         if asked not in (kind, WHOLE_CACHE) and group in (jobs.groups[number] if jobs.groups else ONE_GROUP):
             raise BatchingError(
                 f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {jobs.records.id[number]} "

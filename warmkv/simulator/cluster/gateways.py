@@ -48,7 +48,13 @@ class SimulatedGateway:
         if self._lifetimes is not None:
             leaves = self._lifetimes.stored_blocks(job.marks, len(hashes), job.block_size)
         choice = self._dispatcher.choose(
-            job.number, hashes, replicas, warm=self._warm(job, now), leaves=leaves, moves=moves
+            job.number,
+            hashes,
+            replicas,
+            warm=self._warm(job, now),
+            leaves=leaves,
+            session=job.records.name("session", job.number).encode(),
+            moves=moves,
         )
         return choice.order, choice.fetch
 

@@ -136,20 +136,18 @@ class Jobs:
         """Make jobs that are to run: many at once take half the time."""
         part, records = slice(start, stop), self.records
         names, numbers = records.names, range(start, stop)
-        output, most = records.output_tokens[part], records.max_tokens[part]
         columns = zip(
             numbers, records.tenant[part].tolist(), records.block_size[part].tolist(),
-            np.maximum(output, most).tolist(), self.arrival[start:stop], self._marks[start:stop],
-            records.input_tokens[part].tolist(), output.tolist(),
+            self.arrival[start:stop], self._marks[start:stop],
+            records.input_tokens[part].tolist(), records.output_tokens[part].tolist(),
             records.is_named("api", "messages", part).tolist(), self._shares[part].tolist(), self.sizes[start:stop],
             strict=False,
         )  # fmt: skip
         made = [
             Job(
-                number, records, names[tenant], block_size, allowed, arrival, marks, prompt, drawn, marked, shares,
-                *sizes,
+                number, records, names[tenant], block_size, arrival, marks, prompt, drawn, marked, shares, *sizes,
             )
-            for number, tenant, block_size, allowed, arrival, marks, prompt, drawn, marked, shares, sizes in columns
+            for number, tenant, block_size, arrival, marks, prompt, drawn, marked, shares, sizes in columns
         ]  # fmt: skip
         if self.layout is not None:
             for job, prompt in zip(made, self.layout.prompts[start:stop], strict=False):

@@ -42,13 +42,13 @@ class Job:
     records: RecordColumns = field(repr=False)  # all
     tenant: str
     block_size: int
-    allowed: int  # tokens that its slot is sized for
     arrival: float
     marks: tuple[Mark, ...]
     prompt: int  # tokens
     output: int  # tokens
     marked: bool  # whether breakpoints say what is read and written, as in the Messages API
     shares: bool  # whether it reads or writes prefixes that are billed by breakpoint
+    allowed: int  # tokens that its slot is sized for
     kind: StepKind
     kept: int  # entries of its slot at the hand-off
     capacity: int  # entries it may grow to; 0 if it draws at most one token

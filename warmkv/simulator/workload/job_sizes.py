@@ -21,8 +21,9 @@ Specs = tuple[Sequence[PolicySpec], Numbers]
 
 
 class JobSizes(NamedTuple):
-    """Size what a request takes of a replica: what `Job` says from `kind` on."""
+    """Size what a request takes of a replica: what `Job` says from `allowed` on."""
 
+    allowed: int
     kind: StepKind
     kept: int
     capacity: int
@@ -34,27 +35,33 @@ class JobSizes(NamedTuple):
 
 
 def sizes_of(
-    records: RecordColumns, specs: Specs, marked: bool, shape: KVShape, max_context: int
+    records: RecordColumns, specs: Specs, marked: bool, shape: KVShape, max_context: int, max_output: int
 ) -> Sequence[JobSizes]:
-    """Return the sizes of every job, those that are alike as one object. A slot is sized for what its request allowed.
+    """Return the sizes of every job, those that are alike as one object.
 
-    `marked` tells whether the breakpoints of the records count.
+    A slot is sized for the tokens that its request allowed, cut as a gateway cuts them, to `max_output` tokens and to
+    what the prompt leaves of `max_context` (0: not known), and for those that were drawn. `marked` tells whether the
+    breakpoints of the records count.
     """
     if not len(records):
         return []
     policies, numbers = specs
-    prompts, allowed = records.input_tokens.astype(np.int64), np.maximum(records.output_tokens, records.max_tokens)
+    prompts, drawn = records.input_tokens.astype(np.int64), records.output_tokens
+    allowed = np.maximum(drawn, np.minimum(records.max_tokens, max_output)).astype(np.int64)
+    room = np.maximum(drawn, np.maximum(1, max_context - prompts)) if max_context else allowed
     marks = records.marks.counts if marked else np.zeros(len(records), dtype=np.int64)
     if all(spec == PolicySpec() for spec in policies):
+        allowed = np.minimum(allowed, room)
         wide = int(allowed.max()) + 1
         alike, places = np.unique(prompts * wide + allowed, return_inverse=True)
         sizes = _whole_sizes(*np.divmod(alike, wide), StepKind.of(policies[0]), shape)
     else:
-        rows, places = np.unique(np.stack([numbers, prompts, allowed, marks]), axis=1, return_inverse=True)
+        columns = np.stack([numbers, prompts, allowed, room, marks])
+        rows, places = np.unique(columns, axis=1, return_inverse=True)
         forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]] = {}
         sizes = [
-            _size(policies[number], prompt, most, count, shape, max_context, forced)
-            for number, prompt, most, count in rows.T.tolist()
+            _size(policies[number], prompt, most, rest, count, shape, max_context, forced)
+            for number, prompt, most, rest, count in rows.T.tolist()
         ]
     return [sizes[place] for place in places.reshape(-1).tolist()]
 
@@ -63,13 +70,13 @@ def _whole_sizes(prompts: Ints, allowed: Ints, kind: StepKind, shape: KVShape) -
     """Compute sizes as `_size`, where all is kept as it is: closed forms, of many at once."""
     entries = np.where(allowed > 1, prompts + allowed - 1, 0)
     slots, workspaces = size_classes(entries) * shape.token_bytes, prompts * shape.token_bytes
-    columns = (column.tolist() for column in (prompts, entries, slots, workspaces))
+    columns = (column.tolist() for column in (prompts, allowed, entries, slots, workspaces))
     return [
         JobSizes(
-            kind, kept=prompt, capacity=capacity, recomputed=1, slot_bytes=slot, workspace_bytes=workspace,
+            most, kind, kept=prompt, capacity=capacity, recomputed=1, slot_bytes=slot, workspace_bytes=workspace,
             sum_bytes=0, endless=False,
         )
-        for prompt, capacity, slot, workspace in zip(*columns, strict=True)
+        for prompt, most, capacity, slot, workspace in zip(*columns, strict=True)
     ]  # fmt: skip
 
 
@@ -85,20 +92,25 @@ def _size(
     spec: PolicySpec,
     prompt: int,
     allowed: int,
+    room: int,
     marks: int,
     shape: KVShape,
     max_context: int,
     forced: dict[int, tuple[PolicySpec, StepKind, dict[int, int]]],
 ) -> JobSizes:
-    """Return the sizes of a job that may draw `allowed` tokens.
+    """Return the sizes of a job that may draw `allowed` tokens, but no more than `room` unless it is endless.
 
     `forced` keeps what is known of the policies in force, by their identity, from one call to the next.
     """
-    spec = budgets.in_force(spec, prompt, allowed)
+    chosen, spec = spec, budgets.in_force(spec, prompt, allowed)
+    if room < allowed and not budgets.is_endless(spec, prompt, allowed, max_context):
+        allowed = room
+        spec = budgets.in_force(chosen, prompt, allowed)
     if id(spec) not in forced:
         forced[id(spec)] = (spec, StepKind.of(spec), {})
     _, kind, rows = forced[id(spec)]
     return JobSizes(
+        allowed,
         kind,
         kept=budgets.kept_tokens(spec, prompt),
         capacity=budgets.slot_capacity(spec, prompt, allowed) if allowed > 1 else 0,

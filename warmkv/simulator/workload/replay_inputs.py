@@ -41,13 +41,19 @@ class ReplayInputs:
         return layout([*self.records, *more]) if more else self.layout
 
     def sizes(
-        self, policy: PolicySpec | None, specs: Specs, marked: bool, shape: KVShape, max_context: int
+        self,
+        policy: PolicySpec | None,
+        specs: Specs,
+        marked: bool,
+        shape: KVShape,
+        max_context: int,
+        max_output: int,
     ) -> Sequence[JobSizes]:
         """Compute sizes as `sizes_of`, where `specs` are all `policy`, or the recorded ones if that is None."""
-        key = (policy and policy.label, shape, max_context, marked)
+        key = (policy and policy.label, shape, max_context, max_output, marked)
         found = self._sizes.get(key)
         if found is None:
-            found = sizes_of(self.records, specs, marked, shape, max_context)
+            found = sizes_of(self.records, specs, marked, shape, max_context, max_output)
             if len(self.records) <= KEPT:
                 self._sizes[key] = found
             while len(self._sizes) * len(self.records) > KEPT:

@@ -59,6 +59,13 @@ def test_salts_follow_from_the_key_and_the_secret():
 
 def test_prompts_of_other_salts_and_models_share_no_block():
     asked = {"model": "m", "prompt": "x" * 2000, "prompt_cache_key": "s"}
-    prompts = [prompt_of(asked | more, 64) for more in ({}, {"cache_salt": "a"}, {"model": "n"})]
+    prompts = [prompt_of({}, asked | more, 64) for more in ({}, {"cache_salt": "a"}, {"model": "n"})]
     assert [prompt.session for prompt in prompts] == [b"s"] * 3
     assert len({key for prompt in prompts for key in prompt.text}) == sum(len(prompt.text) for prompt in prompts) > 20
+
+
+def test_a_session_is_named_by_a_header_or_by_the_body():
+    headers, user = {"x-claude-code-session-id": "h"}, {"metadata": {"user_id": "u"}}
+    key = {"prompt_cache_key": "k"}
+    named = [({}, {}), ({}, user), ({}, user | key), (headers, user | key), ({}, {"prompt_cache_key": 3})]
+    assert [prompt_of(*each, 64).session for each in named] == [b"", b"u", b"k", b"h", b""]

@@ -35,7 +35,7 @@ def router(clock):
 
 
 def body(name, length=20_000, **more):
-    return prompt_of({"model": "m", "messages": [{"role": "user", "content": name * length}]} | more, BLOCK)
+    return prompt_of({}, {"model": "m", "messages": [{"role": "user", "content": name * length}]} | more, BLOCK)
 
 
 def answered(router, number, prompt):
@@ -93,7 +93,7 @@ def test_a_server_that_fails_is_left_out_and_forgotten(router, clock):
 
 @pytest.mark.parametrize("data", [b"", b"no json", b"[]", b'{"messages": 5}'])
 def test_requests_without_a_prompt_are_routed_by_load(router, data):
-    prompt = prompt_of(read_body(data) or {}, BLOCK)
+    prompt = prompt_of({}, read_body(data) or {}, BLOCK)
     router.choose(0, prompt)
     assert router.choose(1, prompt)[0] != router.choose(2, prompt)[0]
 

@@ -30,13 +30,14 @@ MARKED = replace(LIFETIMES, automatic=False)
 def asked(tokens: Sequence[int], marks: dict[int, str] | None = None, tenant: int = 0, other: bool = False):
     """Return a request; every token ends a content block, and with `other` its tool choice is another one."""
     marked = [Breakpoint(at, ttl) for at, ttl in sorted((marks or {}).items())]
+    other_from = SIZE if other and len(tokens) > SIZE else None
     plan = breakpoints.plan(
         tokens,
         range(1, len(tokens) + 1),
         marked,
         ROOTS[tenant],
         block_size=SIZE,
-        other_from=SIZE if other and len(tokens) > SIZE else None,
+        other_from=other_from,
     )
     return GenerateRequest(
         "request",
@@ -47,6 +48,7 @@ def asked(tokens: Sequence[int], marks: dict[int, str] | None = None, tenant: in
         plan.marks,
         plan.reads,
         root=ROOTS[tenant],
+        other_from=other_from,
         tenant=f"t{tenant}",
     )
 
@@ -230,6 +232,24 @@ def test_other_names_of_blocks_are_forgotten_when_a_tenant_s_prefixes_are_droppe
     vllm.ledger.drop("t0")
     assert not vllm.ledger._own
     assert not vllm.ledger._names
+
+
+def test_other_names_of_what_is_never_computed_are_forgotten():
+    vllm = Vllm()
+    tokens = list(range(13))
+    waiting, ended = (replace(asked(tokens[:count], other=True), id=str(count)) for count in (9, 13))
+    for request in (waiting, ended):
+        vllm.ledger.salt(request)
+    vllm.ledger.ended(ended.id)
+    assert set(vllm.ledger._own) == set(waiting.hashes[1:])
+    assert vllm.answer(waiting)[0].cached_tokens == 0
+    vllm.ledger.ended(waiting.id)
+    assert vllm.answer(waiting)[0].cached_tokens == 2 * SIZE
+    vllm.evict(max(vllm.ends()))
+    assert not vllm.ledger._names
+    vllm.ledger.salt(ended)
+    vllm.ledger.ended(ended.id)
+    assert not vllm.ledger._own
 
 
 def test_blocks_behind_what_has_outlived_its_ttl_are_looked_at_once(monkeypatch):

@@ -222,7 +222,7 @@ def test_a_full_queue_is_said_with_the_time_until_there_is_room(monkeypatch):
 def test_while_vllm_ends_the_event_loop_goes_on(monkeypatch):
     async def scenario() -> None:
         here = Setup(monkeypatch)
-        here.ask("a")
+        told = here.ask("a")
         await turns()
         ended = threading.Event()
         here.llm.shutdown = lambda: ended.wait(PATIENCE)
@@ -230,6 +230,8 @@ def test_while_vllm_ends_the_event_loop_goes_on(monkeypatch):
         while not here.aborted:  # noqa: ASYNC110 - its task is cancelled in a turn
             await asyncio.sleep(0)
         assert not stopping.done()
+        await turns()
+        assert (told, here.flushes) == ([Failed("the replica is stopping")], 1)
         ended.set()
         await stopping
 

@@ -278,6 +278,20 @@ def test_routing_by_prefix_or_session_finds_what_others_miss(policy):
         assert reused(other) < reused(policy)
 
 
+@pytest.mark.parametrize("policy", ["prefix_cost", "sticky_session"])
+def test_a_session_that_requests_name_keeps_together(policy):
+    """Prompts that share nothing, on replicas that keep nothing and have nothing to do."""
+    names = [f"session-{n % 7}" for n in range(70)]
+    records = [
+        replace(record(100.0 * n, [n] * 40, output=2, name=str(n)), session=session) for n, session in enumerate(names)
+    ]
+    flags = ("cluster.replicas=4", f"routing.policy={policy}", "prefix_cache.enabled=false")
+    jobs, _ = run(records, config(*flags))
+    places = {(session, job.replica) for session, job in zip(names, jobs, strict=True)}
+    assert len(places) == 7
+    assert len({replica for _, replica in places}) > 1
+
+
 EVERYTHING = (
     "cluster.gateways=2",
     "cluster.autoscaling={max_replicas: 3, upscale_delay_seconds: 0, downscale_delay_seconds: 0}",

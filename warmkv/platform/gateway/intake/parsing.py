@@ -32,6 +32,7 @@ from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.constraints.compiler import Compiler
 from warmkv.replicas.protocol import SamplingParams, ThinkingBudget
+from warmkv.request_context import session_of_body
 
 EDITED_CONTEXTS = 4  # a conversation may be as many contexts long before context_management clears some of it
 MOST_PROMPT_LOGPROBS = 1 << 18  # in an answer, of some 15 MB
@@ -77,6 +78,7 @@ class Parsing:
             body.options,
             body.stream,
             choice,
+            session=session_of_body(None, body.metadata),
             headers=left_out.headers,
             context_management=edited,
             omit_thinking=body.thinking is not None and body.thinking.display == "omitted",

@@ -184,7 +184,8 @@ def prepare(
     marked = bool(cache.enabled and columns.marks.counts.any())
     marks = _marks(columns, tier, lifetimes) if marked else [()] * len(columns)
     specs = _policies(columns) if variant.policy is None else ([variant.policy], np.zeros_like(columns.policy))
-    sizes = inputs.sizes(variant.policy, specs, marked, kv_shape(config), config.engine.max_context or 0)
+    most = config.engine.max_context or 0, config.gateway.max_output_tokens
+    sizes = inputs.sizes(variant.policy, specs, marked, kv_shape(config), *most)
     messages = columns.is_named("api", "messages")
     shares = messages & ((columns.reads.counts > 0) | (columns.marks.counts > 0 if marked else False))
     jobs = Jobs(columns, sizes, marks, shares, turns)

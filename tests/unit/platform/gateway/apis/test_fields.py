@@ -203,9 +203,28 @@ def test_a_prompt_cache_key_names_a_session_of_its_tenant(tmp_path):
     )
     first, second, other, none = (request.session for request in gateway.asked)
     assert first == second != other
-    assert none == b""
-    assert b"mine" not in first
+    assert none == ""
+    assert "mine" not in first
+    assert [record.session for record in gateway.records] == [first, first, other, ""]
     assert not any("x-warmkv-ignored" in exchange.headers for exchange in exchanges)
+
+
+def test_headers_of_agents_name_a_session_before_the_body_does(tmp_path):
+    async def run():
+        gateway = Asked(tmp_path)
+        for headers, more in (
+            ({}, {"metadata": {"user_id": "a"}}),
+            ({"x-claude-code-session-id": "b"}, {"metadata": {"user_id": "a"}}),
+            ({"session_id": "b"}, {}),
+            ({"x-session-id": "a"}, {}),
+            ({}, {"metadata": {"user_id": None}}),
+        ):
+            await Exchange(gateway, MESSAGES, body(gateway, MESSAGES, **more), headers).whole()
+        return [record.session for record in gateway.records]
+
+    first, second, third, fourth, none = asyncio.run(run())
+    assert first == fourth != second == third
+    assert none == ""
 
 
 def test_a_template_gets_the_effort_and_the_variables_that_it_takes(tmp_path, monkeypatch):
