@@ -91,7 +91,7 @@ def test_every_replica_tells_what_it_holds(cluster):
 def test_a_replay_is_of_lowest_priority_and_ends_when_it_is_given_up(cluster):
     now = settings()
     records = logged(prompts(), now)[:10]  # too few for step times of their own, which take long to fit
-    work = Round(Start(records), now, [Default(0.0, "full")], 0.0, [*proposals(now)] * 1000)  # no end is in sight
+    work = Round(Start(records), now, [Default.of(0.0, now)], 0.0, [*proposals(now)] * 1000)  # no end is in sight
 
     others = set(replaying())  # of another cluster, or about to end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -76,11 +77,10 @@ def run(
     settings: Config,
     variant: Variant = Variant(),
     cost: StepTimes = EXACT,
-    fast_forward: bool = True,
+    **options: Any,
 ) -> tuple[list[Job], Outcome]:
     jobs, lifetimes = prepare(list(records), settings, variant)
-    outcome = simulate(jobs, settings, lifetimes, kv_shape(settings).token_bytes, cost, fast_forward=fast_forward)
-    return jobs, outcome
+    return jobs, simulate(jobs, settings, lifetimes, kv_shape(settings).token_bytes, cost, **options)
 
 
 def uniform(cost: Cost) -> UniformCosts:

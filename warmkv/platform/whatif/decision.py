@@ -8,6 +8,7 @@ back and forth.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ class Step(Section):
     predicted: dict[str, float | None] = Field(description="difference to the settings before, by figure")
     before: dict[str, float | None] = Field(description="measured under the settings before")
     failed: float = Field(0.0, description="share of the requests that failed before")
+    start: str = Field("", description="hash of the settings at start; empty: unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def decide(start: Config, settings: AutopilotConfig, step: Step | None, seen: Se
     """Return what to do next. `start` is the configuration that the service was started with."""
     current = seen.versions[0] if seen.versions else Version()
     if step is not None:
-        return _judge(settings, step, seen, current)
+        return _judge(start, settings, step, seen, current)
     age = _age(current, seen.now)
     needed = 2 * settings.settle_seconds  # what a step is compared with has settled, too
     if age < needed:
@@ -143,7 +145,9 @@ def gain(row: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, float] | 
     return None
 
 
-def _judge(settings: AutopilotConfig, step: Step, seen: Seen, current: Version) -> Decision:
+def _judge(start: Config, settings: AutopilotConfig, step: Step, seen: Seen, current: Version) -> Decision:
+    if step.start not in ("", _hash(start)):  # figures from before say nothing about this deployment
+        return Close(f"the service was started with other settings since version {step.version}")
     if current.number < step.version:
         return Close(f"version {step.version} was not made")  # the actor was restarted meanwhile
     if current.number > step.version:
@@ -211,6 +215,7 @@ def _best(start: Config, settings: AutopilotConfig, seen: Seen, current: Version
             predicted=row["difference"],
             before=seen.measured,
             failed=seen.failed,
+            start=_hash(start),
         )
         return Apply(row["changes"], step, text)
     return Wait(why)
@@ -262,6 +267,10 @@ def _left_lately(seen: Seen, seconds: float) -> Iterator[Version]:
         if _age(later, seen.now) > seconds:
             return
         yield seen.versions[number + 1] if number + 1 < len(seen.versions) else Version()
+
+
+def _hash(start: Config) -> str:
+    return hashlib.blake2b(start.model_dump_json().encode(), digest_size=8).hexdigest()
 
 
 def _age(version: Version, now: float) -> float:

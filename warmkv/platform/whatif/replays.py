@@ -15,6 +15,7 @@ from warmkv.config import Config
 from warmkv.faults import UserError
 from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, check, combined
 from warmkv.platform.whatif.warm_start import Start
+from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.steps.costs import StepTimes
@@ -30,10 +31,16 @@ SEARCHED = 6  # combinations of candidates that a round tries
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """The policy of requests that named none, from a time on."""
+    """What held from a time on: the policy of requests that named none, and how long prefixes lived."""
 
     since: float  # Unix time
     policy: str
+    lifetimes: Lifetimes
+
+    @classmethod
+    def of(cls, since: float, config: Config) -> Default:
+        """Return what a configuration says."""
+        return cls(since, config.compression.policy.label, Lifetimes.of(config.prefix_cache))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +152,9 @@ class _Replayer:
         self._inputs: dict[str, ReplayInputs] = {}  # by the policy of requests that named none
         self._prompts = Counter(record.input_tokens for record in work.records[counted:])
 
-    def predict(self, config: Config, counted: int | None = None) -> Prediction:
+    def predict(
+        self, config: Config, counted: int | None = None, past: Sequence[tuple[float, Lifetimes]] = ()
+    ) -> Prediction:
         """Return the figures of records from `counted` on. Raises UserError where they cannot be replayed so."""
         spec = config.compression.policy
         label = spec.label
@@ -163,6 +172,7 @@ class _Replayer:
             self._times,
             inputs=inputs,
             held=self._work.start.held or (),
+            past=past,
             quality=lambda: sweep_quality.retention(self._curves, spec, self._prompts),
         )
 
@@ -181,7 +191,8 @@ class _Replayer:
         judged = 0 if first is None else len(work.records) - first
         if first is None or judged < ENOUGH:
             return replace(present, judged=judged)
-        own = now if first == counted else self.predict(work.now, first)
+        past = lifetimes_of(work.defaults, work.records[0].arrival)
+        own = now if first == counted and not past else self.predict(work.now, first, past)
         truth = self._measured(first)
         error = differences({name: value for name, value in own.figures.items() if name in truth}, truth)
         return replace(present, error=error, judged=judged)
@@ -190,6 +201,13 @@ class _Replayer:
         measured = measure(self._work.records[first:], self._work.now)
         stored = self._work.stored_bytes
         return measured if stored is None else {**measured, "resident_bytes_end": float(stored)}
+
+
+def lifetimes_of(defaults: Sequence[Default], begun: float) -> Sequence[tuple[float, Lifetimes]]:
+    """Return the lifetimes since a time, by when each came into force; none if they were always the last ones."""
+    at = max(0, bisect_right([default.since for default in defaults], begun) - 1)
+    found = [(default.since, default.lifetimes) for default in defaults[at:]]
+    return found if any(lifetimes != found[-1][1] for _, lifetimes in found) else ()
 
 
 def named_no_policy(records: Sequence[RequestRecord], defaults: Sequence[Default]) -> list[bool]:

@@ -325,7 +325,7 @@ class WhatIf:
     async def _in_force(self) -> tuple[Config, list[Default], float, int]:
         """Return the settings in force, default policies over time, the time of the last change, and the version."""
         versions = list(await self._versions())
-        defaults, now, changed = [Default(0.0, self._start.compression.policy.label)], self._start, 0.0
+        defaults, now, changed = [Default.of(0.0, self._start)], self._start, 0.0
         number = 0
         for version in reversed(versions):
             try:
@@ -333,7 +333,7 @@ class WhatIf:
             except ConfigError:
                 continue  # the gateways serve as before, too
             changed = version.when.timestamp() if version.when else 0.0
-            defaults.append(Default(changed, now.compression.policy.label))
+            defaults.append(Default.of(changed, now))
             number = version.number
         return now, defaults, changed, number
 

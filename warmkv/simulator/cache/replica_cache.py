@@ -68,7 +68,8 @@ class ReplicaCache:
         by_tier: Sequence[TimeWeightedGauge] = (),
         late: LateIndex | None = None,
     ) -> None:
-        self._replica, self._layout, self._lifetimes = replica, layout, lifetimes
+        self._replica, self._layout = replica, layout
+        self.lifetimes = lifetimes  # of what is stored from now on
         self._stored, self._removals, self._late = stored, removals, late
         self._levels = by_tier or [TimeWeightedGauge() for _ in tiers]
         self._nodes = Nodes(layout, tiers, token_bytes)
@@ -130,7 +131,7 @@ class ReplicaCache:
 
         What was found of it moves up to the first tier. Marks live from when the request began.
         """
-        tree, nodes, lifetimes, tenant = self._tree, self._nodes, self._lifetimes, prompt.tenant
+        tree, nodes, lifetimes, tenant = self._tree, self._nodes, self.lifetimes, prompt.tenant
         if len(tree.spaces) > 1 and found.reading is not None:
             path, last = upto(nodes.held(prompt.runs), found.blocks)
             if found.tail is not None:
@@ -156,13 +157,13 @@ class ReplicaCache:
 
     def keep(self, name: Name, tenant: str, now: float) -> None:
         """Keep a block that an answer has generated and what is before it, where blocks are kept without marks."""
-        if self._lifetimes.automatic:
+        if self.lifetimes.automatic:
             run, place = name
             runs = self._layout.path(run)
             blocks = sum([self._layout.runs[before].blocks for before in runs[:-1]]) + place + 1
             whole = self._nodes.path(runs)
             path, last = upto(whole, blocks)
-            self._tree.store(path, self._lifetimes.default, now, tenant, last)
+            self._tree.store(path, self.lifetimes.default, now, tenant, last)
             self._nodes.trim(whole)
             self._tell(now)
 
@@ -205,7 +206,7 @@ class ReplicaCache:
 
     def store_sums(self, prompt: Prompt, marks: Sequence[Mark], reused: int, token_bytes: int, now: float) -> None:
         """Keep what the queries of a prompt gave its tokens, where that was computed: beyond the reused ones."""
-        lifetimes = self._lifetimes
+        lifetimes = self.lifetimes
         tails = dict(zip([mark.position for mark in marks], prompt.writes, strict=False))
         ttls = {mark.position: lifetimes.ttls[mark.ttl] for mark in marks}
         for position in sum_positions(prompt.tokens, prompt.block_size, marks):
@@ -319,7 +320,7 @@ class ReplicaCache:
     def adopt(self, prompt: Prompt, transfer: BlockTransfer, now: float) -> None:
         """Insert fetched blocks that a request is about to read, with a full TTL."""
         self.take_over(transfer.chains, now)
-        self._tree.prolong(self._nodes.held(prompt.runs), self._lifetimes.default, now)
+        self._tree.prolong(self._nodes.held(prompt.runs), self.lifetimes.default, now)
 
     def take_over(self, chains: Sequence[Chain], now: float) -> None:
         """Keep chains, whose times are seconds that are left, as far as they fit."""

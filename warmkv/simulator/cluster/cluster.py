@@ -65,6 +65,7 @@ def simulate(
     lay_out: LayOut | None = None,
     held: Sequence[Contents] = (),
     begun: float = 0.0,
+    later: Sequence[tuple[float, Lifetimes]] = (),
     progress: Progress = lambda arrived: None,
 ) -> Outcome:
     """Run jobs to their end; they keep what became of each.
@@ -77,7 +78,7 @@ def simulate(
     `lay_out` gives the blocks of the prompts, and of more prompts, as runs, where whoever calls keeps them.
 
     The first replicas begin with what is `held`, one after the other, the others empty; the clock starts at the Unix
-    time `begun`.
+    time `begun`. `later` are lifetimes in place of the first ones, from virtual times on.
 
     Raises BatchingError if a request could not be batched as `simulator.batching: mixed` does.
     """
@@ -94,7 +95,7 @@ def simulate(
         )
         for name, group in groups.items()
     }
-    return Cluster(jobs, config, kinds, levels, fast_forward, as_placed, seed, progress).run(held, begun)
+    return Cluster(jobs, config, kinds, levels, fast_forward, as_placed, seed, progress).run(held, begun, later)
 
 
 def mixed_limits(jobs: Jobs, config: Config, token_bytes: int, group: str = "") -> Limits:
@@ -181,8 +182,13 @@ class Cluster:
         self._arrived = 0
         self._left = len(jobs)  # jobs that have not ended
 
-    def run(self, held: Sequence[Contents] = (), begun: float = 0.0) -> Outcome:
+    def run(
+        self, held: Sequence[Contents] = (), begun: float = 0.0, later: Sequence[tuple[float, Lifetimes]] = ()
+    ) -> Outcome:
         """Run until all jobs have ended. What is `held` is there when the clock starts, at the Unix time `begun`."""
+        for at, lifetimes in later:
+            for kind in self._kinds.values():
+                self._env.set(Alarm(partial(kind.stores.live, lifetimes)), at)
         placed = self._placed() if self._as_placed else {}
         for group, fleet in self._fleets.items():
             if self._as_placed:

@@ -110,6 +110,12 @@ class Stores:
         )  # fmt: skip
         return self._caches[name]
 
+    def live(self, lifetimes: Lifetimes, now: float) -> None:
+        """Let what is stored from now on live so long."""
+        self._lifetimes = lifetimes
+        for cache in self._caches.values():
+            cache.lifetimes = lifetimes
+
     def drop(self, name: str, cache: ReplicaCache, now: float) -> None:
         """Drop the cache of a replica that is gone."""
         cache.expire(now)

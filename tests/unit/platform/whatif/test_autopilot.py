@@ -268,6 +268,17 @@ def test_a_step_is_judged_by_enough_requests_and_only_while_it_is_in_force():
     assert "version 1 is by ann" in theirs.why
 
 
+def test_a_step_from_before_a_deployment_with_other_settings_is_not_judged():
+    """Its base may not even fit these: a rollback would fail again and again."""
+    taken = decide(START, SETTINGS, None, seen(700.0))
+    assert isinstance(taken, Apply)
+    later = seen(versions=[version(1, 300, AUTOPILOT)], **{DOLLARS: 9.0})
+    assert isinstance(decide(START, SETTINGS, taken.step, later), RollBack)
+    decision = decide(load(flags=["control.whatif={}", "cluster.replicas=2"], environ={}), SETTINGS, taken.step, later)
+    assert isinstance(decision, Close)
+    assert "started with other settings since version 1" in decision.why
+
+
 def test_a_step_under_which_requests_fail_is_rolled_back_at_once():
     at_once = seen(versions=[version(1, 1.0, AUTOPILOT)])
     failing = replace(at_once, requests=0, failed=1.0)

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.unit.platform.whatif.traffic import OFFSET, evaluated, logged, prompts, settings
+from tests.unit.platform.whatif.traffic import CYCLES, GAP, OFFSET, evaluated, logged, prompts, settings
 from tests.unit.simulator.conversations import run
 from warmkv.config import Config, load
 from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, proposals
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, named_no_policy, replays
 from warmkv.platform.whatif.warm_start import Start
+from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.simulator.studies.replays.whatif import Prediction, measure, ranked, warm_up
 
-ALWAYS_FULL = [Default(0.0, "full")]
+ALWAYS_FULL = [Default.of(0.0, settings())]
 TTL = {"prefix_cache.ttls": {"5m": 600.0, "1h": 3600.0}}
 
 
@@ -118,6 +119,24 @@ def test_only_requests_since_the_last_change_judge_the_model():
     assert few.measured is not None
 
 
+def test_the_model_is_judged_by_the_ttls_that_were_in_force_meanwhile():
+    """What was written before a longer TTL came into force still expires as it was said then."""
+    before, now = settings(), settings("prefix_cache.ttls={5m: 3600, 1h: 3600}")
+    at = GAP * CYCLES / 2 + 200  # seconds since the first request
+    log = logged(prompts(), before, later=[(at, Lifetimes.of(now.prefix_cache))])
+    changed = OFFSET + at
+    judged = dict[str, float | None]()
+    for name, defaults in (
+        ("told", [Default.of(0.0, before), Default.of(changed, now)]),
+        ("not told", [Default.of(0.0, now)]),
+    ):
+        error = replayed(log, now, [], defaults=defaults, changed=changed)[1][NOW].error
+        assert error is not None
+        judged[name] = error["hit_rate"]
+    assert judged["told"] == pytest.approx(0, abs=0.001)
+    assert judged["not told"] == pytest.approx(0.14, abs=0.01)
+
+
 def test_caches_are_filled_by_the_first_requests_and_these_are_not_counted():
     now = settings("prefix_cache.ttls={5m: 600, 1h: 3600}")
     log = logged(prompts(), now)
@@ -132,7 +151,7 @@ def test_caches_are_filled_by_the_first_requests_and_these_are_not_counted():
 def test_requests_that_named_a_policy_keep_it():
     log = [replace(line, policy="snapkv@0.5" if n % 2 else "full") for n, line in enumerate(prompts()[:60])]
     assert named_no_policy(log, ALWAYS_FULL) == [n % 2 == 0 for n in range(60)]
-    switched = [*ALWAYS_FULL, Default(log[31].arrival, "snapkv@0.5")]
+    switched = [*ALWAYS_FULL, Default.of(log[31].arrival, settings("compression.policy=snapkv@0.5"))]
     assert named_no_policy(log, switched) == [(n % 2 == 0) if n < 31 else (n % 2 == 1) for n in range(60)]
     now = settings("prefix_cache.enabled=false")
     served = logged(log, now)
@@ -169,7 +188,7 @@ def test_the_search_combines_what_is_better_alone():
     now = settings("compression.policy=streaming_llm@0.8")
     log = logged([replace(line, policy="streaming_llm@0.8") for line in prompts()], now)
     price = WhatIfCandidate("1", {"pricing.output": 5.0})
-    _, results = replayed(log, now, [WhatIfCandidate("2", TTL), price], defaults=[Default(0.0, "streaming_llm@0.8")])
+    _, results = replayed(log, now, [WhatIfCandidate("2", TTL), price], defaults=[Default.of(0.0, now)])
     assert order(results)[0] == BEST
     assert results[BEST].candidate.changes == {**TTL, "pricing.output": 5.0}
 

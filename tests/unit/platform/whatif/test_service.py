@@ -32,7 +32,7 @@ from warmkv.platform.whatif.candidates import (
 )
 from warmkv.platform.whatif.feed import BATCH, KEPT, QUEUE, Feed
 from warmkv.platform.whatif.kept import Memory
-from warmkv.platform.whatif.replays import SEARCHED, Basis, Default, Replayed, Round, replays
+from warmkv.platform.whatif.replays import SEARCHED, Basis, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held, with_sizes
 from warmkv.platform.whatif.warm_start import BLOCKS
@@ -464,7 +464,7 @@ def test_default_policies_follow_the_versions():
         ]
         await bench.whatif.turn()
         (work,) = bench.rounds
-        assert work.defaults == [Default(0.0, "full"), Default(OFFSET, "snapkv@0.2")]
+        assert [(default.since, default.policy) for default in work.defaults] == [(0.0, "full"), (OFFSET, "snapkv@0.2")]
         assert work.now.compression.policy.label == "snapkv@0.2"
         assert work.changed == OFFSET
 

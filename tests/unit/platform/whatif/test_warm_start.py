@@ -62,7 +62,7 @@ def test_prefixes_that_were_written_before_the_window_are_predicted_as_they_are_
     assert measured["hit_rate"] == pytest.approx(0.5, abs=0.01)
 
     def hit_rate(start: Start) -> tuple[Basis, float | None]:
-        basis, present = replays(Round(start, now, [Default(0.0, "full")], 0.0, []))
+        basis, present = replays(Round(start, now, [Default.of(0.0, now)], 0.0, []))
         assert isinstance(basis, Basis)
         assert isinstance(present, Replayed)
         assert present.prediction is not None
@@ -91,7 +91,7 @@ def test_a_candidate_begins_with_as_much_as_fits_it_and_with_the_lives_that_bloc
         "5": {"cluster.replicas": 2, "prefix_cache.host": {"memory_bytes": 1 << 20}},
     }
     candidates = [WhatIfCandidate(name, changes) for name, changes in tried.items()]
-    steps = replays(Round(start, now, [Default(0.0, "full")], 0.0, candidates))
+    steps = replays(Round(start, now, [Default.of(0.0, now)], 0.0, candidates))
     found = {one.candidate.name: one.prediction for one in steps if isinstance(one, Replayed)}
     rates = {name: one.figures["hit_rate"] for name, one in found.items() if one is not None}
     assert rates.pop("best", rates[NOW]) == rates[NOW]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -50,7 +51,7 @@ def evaluated(folder: Path) -> Path:
     return file
 
 
-def logged(records: Sequence[RequestRecord], served_by: Config) -> list[RequestRecord]:
-    """What the access log of a service with these settings would say of the requests."""
-    jobs, _ = run(records, served_by, cost=TRUE)
+def logged(records: Sequence[RequestRecord], served_by: Config, **options: Any) -> list[RequestRecord]:
+    """What the access log of a service with these settings would say of the requests; `options` are of `simulate`."""
+    jobs, _ = run(records, served_by, cost=TRUE, **options)
     return [replace(line, status="ok") for line in with_timings(jobs, OFFSET, outside=0.01)]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
 from warmkv.policies.batching import PASSES, split
+from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.record import RequestRecord
 from warmkv.simulator.steps.costs import StepCost, batch_seconds
 from warmkv.simulator.studies.replays.replay import prepare
@@ -276,6 +277,23 @@ def test_routing_by_prefix_or_session_finds_what_others_miss(policy):
     assert reused(policy) == 63 * 39
     for other in ("power_of_two", "round_robin", "least_loaded"):
         assert reused(other) < reused(policy)
+
+
+def test_what_is_stored_lives_as_long_as_was_said_then():
+    """TTLs of a running service may change: what was stored before keeps its own."""
+    times = [(0.0, 1), (200.0, 2), (550.0, 1), (560.0, 2), (1000.0, 1)]
+    records = [record(at, [topic] * 40, name=str(at)) for at, topic in times]
+
+    def reused(*later):
+        jobs, _ = run(records, config(), later=later)
+        return [job.reused for job in jobs]
+
+    longer, shorter = (Lifetimes({"5m": ttl, "1h": 3600.0}, ttl, automatic=True) for ttl in (600.0, 100.0))
+    assert reused() == [0, 0, 0, 0, 0]
+    assert reused((100.0, longer)) == [0, 0, 0, 39, 39]
+    assert reused((-1.0, longer)) == [0, 0, 39, 39, 39]
+    assert reused((100.0, longer), (555.0, shorter)) == [0, 0, 0, 39, 39]
+    assert reused((100.0, longer), (545.0, shorter)) == [0, 0, 0, 39, 0]
 
 
 @pytest.mark.parametrize("policy", ["prefix_cost", "sticky_session"])

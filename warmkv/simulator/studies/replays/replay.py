@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -248,11 +248,13 @@ def run(
     as_placed: bool = False,
     inputs: ReplayInputs | None = None,
     held: Sequence[Contents] = (),
+    past: Sequence[tuple[float, Lifetimes]] = (),
     progress: Callable[[int], None] = lambda arrived: None,
 ) -> Run:
     """Replay records once, as `replay` does, and keep the outcome of every request.
 
     `as_placed` sends each to the replica that its record names. `held` is what the replicas hold at the first arrival.
+    `past` are lifetimes and since when they were in force, by Unix time, where they were not always the present ones.
     Raises VariantError as `prepare` does, and where a record is to be placed in a group that is not configured.
     """
     token_bytes = kv_shape(config).token_bytes
@@ -263,19 +265,34 @@ def run(
             raise VariantError(f"cluster.groups has no group {unknown[0]!r}, of which the log names replicas")
     with gc_paused():
         jobs, lifetimes = prepare(records, config, variant, turns, inputs)
+        begun = float(inputs.records.arrival[0]) if len(inputs.records) else 0.0
+        first, later = _in_turn(past, lifetimes, begun)
         outcome = simulate(
             jobs,
             config,
-            lifetimes,
+            first,
             token_bytes,
             times,
             as_placed=as_placed,
             lay_out=inputs.lay_out,
             held=held,
-            begun=float(inputs.records.arrival[0]) if len(inputs.records) else 0.0,
+            begun=begun,
+            later=later,
             progress=progress,
         )
         return summarise(jobs, outcome, config, lifetimes, variant)
+
+
+def _in_turn(
+    past: Sequence[tuple[float, Lifetimes]], present: Lifetimes, begun: float
+) -> tuple[Lifetimes, Sequence[tuple[float, Lifetimes]]]:
+    """Return the lifetimes at the first arrival, and those that came later, by seconds since.
+
+    TTLs that were no more, or not yet, are as at present: requests may come with them for some seconds.
+    """
+    known = [(since - begun, replace(each, ttls={**present.ttls, **each.ttls})) for since, each in past]
+    before = [lifetimes for at, lifetimes in known if at <= 0]
+    return before[-1] if before else present, [each for each in known if each[0] > 0]
 
 
 def summarise(

@@ -14,6 +14,7 @@ import numpy as np
 
 from warmkv.config import Config, Prices
 from warmkv.policies.contents import Contents
+from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.pricing import price
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
@@ -73,14 +74,16 @@ def predict(
     *,
     inputs: ReplayInputs | None = None,
     held: Sequence[Contents] = (),
+    past: Sequence[tuple[float, Lifetimes]] = (),
     quality: Callable[[], float | None] = lambda: None,
 ) -> Prediction:
-    """Replay records and return the figures of those from number `counted` on. `held` is what the replicas begin with.
+    """Replay records and return the figures of those from number `counted` on. `held` is what the replicas begin with,
+    `past` the lifetimes in force, by the Unix time since, where they were not always those of the configuration.
 
     `resident_bytes` and `slot_bytes` are means over their arrivals, of all replicas and tiers; `resident_bytes_end` is
     the level at the end. Raises VariantError if the configuration lacks a TTL that the records name.
     """
-    done = run(records, config, Variant(), times, inputs=inputs, held=held)
+    done = run(records, config, Variant(), times, inputs=inputs, held=held, past=past)
     jobs, count = done.jobs, len(done.jobs) - counted
     label = config.compression.policy.label
     if not count:
