@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
                     output.seek(0)
                     print(output.read(), flush=True)
                 elif then:
-                    failed |= subprocess.run(then, shell=True).returncode != 0
+                    failed |= subprocess.run(then, shell=True, env=ENVIRONMENT).returncode != 0
         except KeyboardInterrupt:  # which they got from the terminal, too
             for _, _, process in running:
                 process.wait()

@@ -32,3 +32,9 @@ def test_pure_folders_load_without_torch_ray_or_servers():
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_who_deploys_replicas_loads_neither_torch_nor_transformers():
+    """They take longer to load than all else, and replicas load them in processes of their own."""
+    code = "import sys, warmkv.platform.application; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

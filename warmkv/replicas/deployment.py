@@ -1,4 +1,7 @@
-"""A replica as a Ray Serve deployment: one model, one engine, one stream of events to every gateway."""
+"""A replica as a Ray Serve deployment: one model, one engine, one stream of events to every gateway.
+
+Torch and transformers are imported by the replica alone: whoever deploys it starts without them.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from warmkv import logs, recorders, telemetry
 from warmkv.config import Config, parse
+from warmkv.gc_pause import gc_paused
 from warmkv.policies.contents import Contents
 from warmkv.policies.transfer import TransferTerms
 from warmkv.prefixes.index import Shard
 from warmkv.prefixes.roots import Roots
-from warmkv.replicas import device_memory, metrics
-from warmkv.replicas.answers import Answers
+from warmkv.replicas import metrics
 from warmkv.replicas.background import Background
-from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.engines import build_engine
-from warmkv.replicas.engines.interface import Place
 from warmkv.replicas.links import Links, ray_tls
 from warmkv.replicas.loading.tokenizer import decoder, load_tokenizer
 from warmkv.replicas.protocol import BlockEvents, BlocksWanted, GatewayAddress
 from warmkv.replicas.publisher import Publisher
-from warmkv.replicas.transfer import BlockPayloads, BlocksOffered
+
+if TYPE_CHECKING:
+    from warmkv.replicas.transfer import BlockPayloads, BlocksOffered
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,14 @@ class Replica:
         self, settings: dict[str, Any], directory: Sequence[Any], group: str = "", roots: Roots | None = None
     ) -> None:
         from ray import get_runtime_context, serve
+
+        with gc_paused():
+            import torch
+
+            from warmkv.replicas import device_memory
+            from warmkv.replicas.answers import Answers
+            from warmkv.replicas.engine.outputs import OutputProcessor
+            from warmkv.replicas.engines.interface import Place
 
         logs.forward("ray.serve")
         whole = parse(settings)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from typing import TYPE_CHECKING
 
 from warmkv import recorders, telemetry
-from warmkv.replicas.engine.stats import EngineStats
-from warmkv.replicas.engines.interface import StoredPrefixes
+
+if TYPE_CHECKING:
+    from warmkv.replicas.engine.stats import EngineStats
+    from warmkv.replicas.engines.interface import StoredPrefixes
 
 
 def record(recorder: recorders.Recorder, stats: EngineStats, store: StoredPrefixes) -> None:

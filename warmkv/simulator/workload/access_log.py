@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from warmkv.gc_pause import gc_paused
 from warmkv.prefixes.record import RecordError, RequestRecord
 from warmkv.prefixes.record_builder import Builder
 from warmkv.prefixes.record_columns import RecordColumns
-from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.traces.columns import TraceError
 from warmkv.simulator.traces.reader import Rows
 from warmkv.simulator.traces.warmkv import LogLines

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from warmkv.config import Config
+from warmkv.gc_pause import gc_paused
 from warmkv.simulator import traces
-from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.traces.files import files_of
 from warmkv.simulator.traces.reader import Rows, columns
 from warmkv.simulator.workload import access_log

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from warmkv.config import Config, Needs, able, describe, refusal
+from warmkv.gc_pause import gc_paused
 from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policy_spec import PolicySpec
@@ -23,7 +24,6 @@ from warmkv.simulator.cache.measures import Percentiles, TimeWeightedGauge, perc
 from warmkv.simulator.cluster.cluster import Outcome, simulate
 from warmkv.simulator.cluster.jobs import Jobs
 from warmkv.simulator.cluster.memory import gpu_dollars, gpu_hours
-from warmkv.simulator.gc_pause import gc_paused
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replays import bills
 from warmkv.simulator.studies.replays.variants import Variant, VariantError, price_tier

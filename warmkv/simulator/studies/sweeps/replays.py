@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from warmkv.config import Config
 from warmkv.faults import UserError
-from warmkv.simulator.gc_pause import gc_paused
+from warmkv.gc_pause import gc_paused
 from warmkv.simulator.studies.replays.replay import run
 from warmkv.simulator.studies.replays.summary import figures
 from warmkv.simulator.studies.sweeps.figures import Figures

@@ -1,4 +1,4 @@
-"""Disable cyclic garbage collection while a trace is read and replayed."""
+"""Disable cyclic garbage collection while many objects are made that stay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable cyclic GC inside, and set it back after: requests and jobs are many objects that stay, hardly a cycle.
+    """Disable cyclic GC inside, and set it back after: for requests and jobs of a replay, or modules of large packages.
 
     Each collection would visit all of them. Reference counting goes on as ever.
     """
