@@ -36,11 +36,12 @@ APIS = ["/v1/messages", "/v1/chat/completions", "/v1/completions"]
 
 
 @pytest.mark.parametrize("path", APIS)
-def test_a_stream_opens_at_admission_and_pings_until_the_first_token(fast_pings, tmp_path, path):
+def test_a_stream_opens_at_admission_and_pings_until_the_first_token(monkeypatch, tmp_path, path):
     async def run() -> None:
         gateway = Gateway(tmp_path)
-        quick = Gateway(tmp_path)
         body, ping = bodies(gateway)[path]
+        undisturbed = await Exchange(Gateway(tmp_path), path, body).whole()
+        monkeypatch.setattr(endpoints, "PING_SECONDS", 0.01)
         gateway.first_token.clear()
         exchange = Exchange(gateway, path, body)
         await exchange.until(lambda: exchange.body.count(ping) >= 2)
@@ -48,7 +49,6 @@ def test_a_stream_opens_at_admission_and_pings_until_the_first_token(fast_pings,
         assert exchange.body.replace(ping, b"") == b""
         gateway.first_token.set()
         await exchange.whole()
-        undisturbed = await Exchange(quick, path, body).whole()
         assert ping not in undisturbed.body
         assert kinds(exchange.body.replace(ping, b"")) == kinds(undisturbed.body)
         assert gateway.statuses() == ["ok"]
