@@ -18,11 +18,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: more threads only 
 
 # The same examples every time, and none is refused because the machine is slow.
 settings.register_profile(
-    "default", deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "default", deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("default")
 EXAMPLES = settings.get_profile("default").max_examples
 SOAK_EXAMPLES = 100  # of every property, a minute of --soak-minutes
+LEAST_SOAK_EXAMPLES = 30
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if minutes := config.getoption("soak_minutes"):
-        examples = max(EXAMPLES, round(SOAK_EXAMPLES * minutes))
+        examples = max(LEAST_SOAK_EXAMPLES, round(SOAK_EXAMPLES * minutes))
         settings.register_profile("soak", settings.get_profile("default"), max_examples=examples)
         settings.load_profile("soak")
     if shown := config.getoption("cpu_durations"):

@@ -34,6 +34,7 @@ def gateways(cluster: Cluster) -> set[str]:
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
 @pytest.mark.slow
+@pytest.mark.soak
 def test_no_request_is_lost_at_an_upgrade(cluster):
     """Serve replaces gateways and replicas. Clients open a connection for a request, and none of them tries twice."""
     until(lambda: listeners(cluster.config.gateway.port) == 2, "the gateway listens beside the proxy")

@@ -171,6 +171,7 @@ def test_a_package_outside_adds_a_method_that_is_served(tmp_path):
     }
 
 
+@pytest.mark.soak
 def test_a_package_outside_adds_a_storage_that_is_served(tmp_path):
     ran = python(
         SERVE_STORAGE, install(tmp_path, "coarse_storage", COARSE, "coarse = coarse_storage", "warmkv.storages")

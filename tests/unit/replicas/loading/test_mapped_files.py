@@ -36,7 +36,7 @@ print((resident("VmHWM") - before) / model.weight_bytes())
 
 
 @pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="this build of torch packs no weights")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.soak), torch.bfloat16])
 def test_a_start_holds_the_weights_once(tmp_path: Path, dtype: torch.dtype) -> None:
     """Take the most that was ever resident; a file in another dtype is mapped beside what is made of it."""
     try:

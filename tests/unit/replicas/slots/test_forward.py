@@ -145,6 +145,7 @@ def test_packed_weights_are_multiplied_by_in_compiled_code(
     assert len(called) >= 15  # every linear layer at least once
 
 
+@pytest.mark.soak
 def test_engines_of_one_process_do_not_compute_by_each_others_code(
     unpacked: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -302,6 +302,7 @@ def test_the_conversation_trace_by_block_to_four_digits(conversation):
     assert (round(ideal.block_rate, 4), round(ideal.token_rate, 4)) == (0.3664, 0.3736)
 
 
+@pytest.mark.soak
 def test_lifetimes_of_the_agentic_sessions():
     trace = traces.read(published("agentic_coding_60_sessions.jsonl.gz"), strict=True)
     assert trace.input_tokens.sum(dtype=np.int64) == pytest.approx(523e6, rel=0.001)
