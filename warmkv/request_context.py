@@ -1,5 +1,4 @@
-"""Identity of a request in headers, log lines and the access log: its id, the client's id, its trace context, and the
-session that it names."""
+"""Identify a request in headers, log lines and the access log: its id, the client's id, trace context and session."""
 
 from __future__ import annotations
 

@@ -35,6 +35,6 @@ def test_pure_folders_load_without_torch_ray_or_servers():
 
 
 def test_who_deploys_replicas_loads_neither_torch_nor_transformers():
-    """They take longer to load than all else, and replicas load them in processes of their own."""
+    """Leave what takes longest to load to the replicas, which have processes of their own."""
     code = "import sys, warmkv.platform.application; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

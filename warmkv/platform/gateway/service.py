@@ -52,8 +52,8 @@ class LiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that came in: its id, when by the service's clock and in Unix time, what was in force then, whose
-    limits it counts towards, and the session that its headers name.
+    """Hold of a request that came in: its id, when by the service's clock and in Unix time, what was in force then,
+    whose limits it counts towards, and the session that its headers name.
     """
 
     context: RequestContext

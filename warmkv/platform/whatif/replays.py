@@ -31,7 +31,7 @@ SEARCHED = 6  # combinations of candidates that a round tries
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """What held from a time on: the policy of requests that named none, and how long prefixes lived."""
+    """Say what was in force from a time on: the policy of requests that named none, and how long prefixes lived."""
 
     since: float  # Unix time
     policy: str

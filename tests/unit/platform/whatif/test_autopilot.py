@@ -269,7 +269,7 @@ def test_a_step_is_judged_by_enough_requests_and_only_while_it_is_in_force():
 
 
 def test_a_step_from_before_a_deployment_with_other_settings_is_not_judged():
-    """Its base may not even fit these: a rollback would fail again and again."""
+    """Leave it, since its base may not even fit these: a rollback would fail again and again."""
     taken = decide(START, SETTINGS, None, seen(700.0))
     assert isinstance(taken, Apply)
     later = seen(versions=[version(1, 300, AUTOPILOT)], **{DOLLARS: 9.0})

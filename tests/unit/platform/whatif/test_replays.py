@@ -120,7 +120,7 @@ def test_only_requests_since_the_last_change_judge_the_model():
 
 
 def test_the_model_is_judged_by_the_ttls_that_were_in_force_meanwhile():
-    """What was written before a longer TTL came into force still expires as it was said then."""
+    """Let what was written before a longer TTL came into force expire as it was said then."""
     before, now = settings(), settings("prefix_cache.ttls={5m: 3600, 1h: 3600}")
     at = GAP * CYCLES / 2 + 200  # seconds since the first request
     log = logged(prompts(), before, later=[(at, Lifetimes.of(now.prefix_cache))])

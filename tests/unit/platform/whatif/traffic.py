@@ -52,6 +52,6 @@ def evaluated(folder: Path) -> Path:
 
 
 def logged(records: Sequence[RequestRecord], served_by: Config, **options: Any) -> list[RequestRecord]:
-    """What the access log of a service with these settings would say of the requests; `options` are of `simulate`."""
+    """Return what the access log of such a service would say of the requests; `options` are of `simulate`."""
     jobs, _ = run(records, served_by, cost=TRUE, **options)
     return [replace(line, status="ok") for line in with_timings(jobs, OFFSET, outside=0.01)]

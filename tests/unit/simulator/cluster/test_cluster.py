@@ -280,7 +280,7 @@ def test_routing_by_prefix_or_session_finds_what_others_miss(policy):
 
 
 def test_what_is_stored_lives_as_long_as_was_said_then():
-    """TTLs of a running service may change: what was stored before keeps its own."""
+    """Change TTLs of a running service: what was stored before keeps its own."""
     times = [(0.0, 1), (200.0, 2), (550.0, 1), (560.0, 2), (1000.0, 1)]
     records = [record(at, [topic] * 40, name=str(at)) for at, topic in times]
 
@@ -298,7 +298,7 @@ def test_what_is_stored_lives_as_long_as_was_said_then():
 
 @pytest.mark.parametrize("policy", ["prefix_cost", "sticky_session"])
 def test_a_session_that_requests_name_keeps_together(policy):
-    """Prompts that share nothing, on replicas that keep nothing and have nothing to do."""
+    """Route prompts that share nothing to replicas that keep nothing and have nothing to do."""
     names = [f"session-{n % 7}" for n in range(70)]
     records = [
         replace(record(100.0 * n, [n] * 40, output=2, name=str(n)), session=session) for n, session in enumerate(names)
