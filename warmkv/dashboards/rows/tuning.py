@@ -229,23 +229,24 @@ SETTINGS = PanelRow(
         Table(
             "Versions",
             "Versions of the live configuration, the newest first. Roll back brings the settings of a version into "
-            "force anew.",
+            "force anew, and is refused if another version than the latest that is shown came into force since.",
             "/v1/warmkv/policy/history",
-            "[versions.{'version': version, 'when': when, 'who': who, 'why': why, 'changes': $string(changes), "
-            "'actions': ''}]",
+            "($latest := versions[0].version; [versions.{'version': version, 'when': when, 'who': who, 'why': why, "
+            "'changes': $string(changes), 'latest': $latest, 'actions': ''}])",
             (
                 Column("version", "none", 75),
                 Column("when", "dateTimeAsIso", 160),
                 Column("who", width=80),
                 Column("why"),
                 Column("changes"),
+                Column("latest", "none", 75),
             ),
             (
                 Action(
                     "Roll back",
                     "POST",
                     "/v1/warmkv/policy/rollback",
-                    '{"to": ${__data.fields.version}, "why": "$why"}',
+                    '{"to": ${__data.fields.version}, "version": ${__data.fields.latest}, "why": "$why"}',
                     "Bring the settings of version ${__data.fields.version} into force again?",
                     _WHY,
                 ),
@@ -253,7 +254,7 @@ SETTINGS = PanelRow(
                     "Roll back to the start",
                     "POST",
                     "/v1/warmkv/policy/rollback",
-                    '{"to": 0, "why": "$why"}',
+                    '{"to": 0, "version": ${__data.fields.latest}, "why": "$why"}',
                     "Bring the configuration that the service was started with into force again?",
                     _WHY,
                 ),

@@ -116,7 +116,9 @@ def test_ttl_and_budget_are_set_and_rolled_back(gateway: Gateway) -> None:
     assert versions[0]["why"] == "memory is short"
     assert click(gateway, "Versions", "Roll back", versions[1], why="answers got worse").status == 200
     assert changed(gateway)["compression.policy"] == "snapkv@0.5"
-    back = click(gateway, "Versions", "Roll back to the start", versions[0], why="as it was")
+    for action in ("Roll back", "Roll back to the start"):
+        assert click(gateway, "Versions", action, versions[2], why="late").status == 409, "seen before the last one"
+    back = click(gateway, "Versions", "Roll back to the start", shown(gateway, "Versions")[0], why="as it was")
     assert (back.body["version"], back.body["rolled_back_to"]) == (5, 0)
 
 
