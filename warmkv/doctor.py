@@ -19,6 +19,8 @@ from warmkv.extras import EXTRAS
 from warmkv.faults import UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from warmkv.replicas.loading.load import LoadedModel
 
 State = Literal["ok", "missing", "failed"]
@@ -220,13 +222,16 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
     device = resolve_device(config.model.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     yield DoctorFinding("device", "ok", f"{device} ({name}), torch {torch.__version__}")
+    if config.engine.kind == "vllm":
+        yield from _examine_vllm(config, device)
+        return
     try:
         check_model(config.model)
         say(f"loading {config.model.name}")
         share = device_memory.share_of(config.cluster, config.most_replicas, device)
         device_memory.check_before_loading(config, share)
         model = load_model(config.model)
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: the device has less room than it said
         yield DoctorFinding("model", "failed", str(error))
         return
     shape = model.kv_shape
@@ -252,3 +257,26 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
         yield DoctorFinding("self-check", "failed", str(error))
         return
     yield DoctorFinding("self-check", "ok", "logits of prompts and decode steps are those of the model's own forward")
+
+
+def _examine_vllm(config: Config, device: torch.device) -> Iterator[DoctorFinding]:
+    """Look at the model's sizes and the memory plan, as a replica does before it starts vLLM, which loads the model."""
+    from warmkv.policies import memory_plan
+    from warmkv.replicas import device_memory
+    from warmkv.replicas.engines.vllm_start import read_model
+
+    try:
+        model = read_model(config)
+    except (OSError, ValueError) as error:
+        yield DoctorFinding("model", "failed", str(error))
+        return
+    layers, context = model.sizes.shape.layers, model.max_context
+    yield DoctorFinding("model", "ok", f"{config.model.path}: {layers} layers, context {context:,} tokens; for vLLM")
+    try:
+        memory = device_memory.read(device, device_memory.share_of(config.cluster, config.most_replicas, device))
+        plan = memory_plan.plan(memory, model.sizes, config.engine, config.prefix_cache, context)
+        plan.check()
+    except UserError as error:
+        yield DoctorFinding("memory plan", "failed", str(error))
+        return
+    yield DoctorFinding("memory plan", "ok", plan.summary)

@@ -159,7 +159,8 @@ class ReplayOptions(TraceOptions):
     """A trace, and how its requests arrive in a simulated cluster."""
 
     scope: Annotated[
-        Scope, typer.Option(help="Who shares blocks in a trace of another service. In access logs, tenants.")
+        Scope,
+        typer.Option(help="Who shares blocks in a trace or log of another service. In access logs of warmkv, tenants."),
     ] = Scope.GLOBAL
     open_loop: Annotated[
         bool, typer.Option("--open", help="Let all turns of a session arrive at their recorded times (open loop).")

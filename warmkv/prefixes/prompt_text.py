@@ -20,6 +20,11 @@ BYTES_PER_TOKEN = 4.0  # until a usage tells
 LEAST_TOKENS = 1024  # of a prompt whose usage tells; the template's own tokens weigh too much in shorter ones
 RANGE = (1.0, 16.0)  # bytes of text that a token may stand for
 LONG_DATA = 1024  # characters from which an image, a file or a sound is known by its digest
+NO_TEXT = re.compile(
+    rb'"type": "(?:image|image_url|input_image|document|file|input_file|audio|input_audio|video|video_url)"'
+)
+"""What blocks have whose tokens do not follow from their text, as parts have it."""
+
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*(?:\n|\Z)")
 """What Claude Code puts first into its system prompt; it ends with a checksum of the request, so it is no prefix."""
 
@@ -30,6 +35,11 @@ class Part(NamedTuple):
     text: bytes
     ttl: str | None = None  # of its cache_control
     run: str = ""  # tool_use or tool_result: consecutive ones are one position
+
+
+def is_whole(body: Mapping[str, Any]) -> bool:
+    """Return False where the server puts an earlier conversation before what is sent, as the Responses API does."""
+    return not (body.get("previous_response_id") or body.get("conversation"))
 
 
 def parts_of(body: Mapping[str, Any]) -> list[Part]:
@@ -126,11 +136,16 @@ class Scale:
         return self.given or self.known.get(model, BYTES_PER_TOKEN)
 
     def learn(self, model: str, parts: Sequence[Part], tokens: int) -> bool:
-        """Take a prompt's reported tokens; True where they settle the model's scale, once and for all."""
+        """Take a prompt's reported tokens; True where they settle the model's scale, once and for all.
+
+        A prompt with images, files or sounds settles nothing, nor one whose text cannot be what was counted.
+        """
         if self.given is not None or model in self.known or tokens < LEAST_TOKENS:
             return False
-        least, most = RANGE
-        self.known[model] = round(min(most, max(least, sum(len(part.text) for part in parts) / tokens)), 3)
+        scale, (least, most) = sum(len(part.text) for part in parts) / tokens, RANGE
+        if not least <= scale <= most or any(NO_TEXT.search(part.text) for part in parts):
+            return False
+        self.known[model] = round(scale, 3)
         return True
 
 

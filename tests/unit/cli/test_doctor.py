@@ -74,6 +74,14 @@ def test_what_the_settings_need_is_no_option(monkeypatch, setting, module, extra
     assert f"lacks {module}" in found[f"extra {extra}"][1]
 
 
+def test_a_model_for_vllm_is_left_to_it():
+    """Look at what its replicas look at: the model may be none that warmkv's own engine can load."""
+    _, found = doctor("engine.kind=vllm", "engine.kv_bytes=1MiB", "engine.max_context=1024")
+    assert (found["model"][0], found["memory plan"][0], "self-check" in found) == ("ok", "ok", False)
+    assert "6 layers, context 1,024 tokens; for vLLM" in found["model"][1]
+    assert doctor("engine.kind=vllm", "engine.max_context=1000000")[1]["model"][0] == "failed"
+
+
 DISK = "prefix_cache.disk.memory_bytes=1MiB"
 OF_GROUP = "cluster.groups.small.prefix_cache.disk={memory_bytes: 1MiB, path: {}}"
 

@@ -122,6 +122,8 @@ def test_the_first_long_prompt_settles_what_a_token_stands_for():
     assert scale.learn("m", parts, 1024)
     assert scale.of("m") == round(size / 1024, 3)
     assert not scale.learn("m", parts, 2048)
-    assert scale.learn("other", parts, size * 10)
-    assert scale.of("other") == 1.0
+    assert not scale.learn("other", parts, size * 10), "the text cannot be what was counted"
+    image = {"role": "user", "content": [{"type": "image", "source": {"data": "x" * 2000}}]}
+    assert not scale.learn("other", parts_of(BODY | {"messages": [image]}), 1024)
+    assert scale.of("other") == 4.0
     assert Scale(5.0).of("m") == 5.0

@@ -105,7 +105,7 @@ def test_spend_logs_tell_reads_and_writes(read):
 
 
 def test_what_reached_no_server_is_left_out(read):
-    other = litellm("e", 5) | {"call_type": "aembedding"}
+    other = litellm("e", 5) | {"call_type": "aembedding", "completion_tokens": 0}
     rows = [litellm("a", 1551), litellm("b", 1, status="failure"), litellm("c", 5, cache_hit="True"), other]
     found, account = read(rows)
     assert ([row.id for row in found], account.skipped) == (["a"], 2)
@@ -139,6 +139,50 @@ def test_stored_prompts_are_hashed_as_text(read):
     marked["messages"] = [{"role": "user", "content": "hi"}]
     (one,), _ = read([litellm("a", 3010, 0, 3000, proxy_server_request=json.dumps(marked))], "marked")
     assert [mark.ttl for mark in one.marks] == ["1h"]
+
+
+def test_a_stored_prompt_that_was_cut_is_none(read):
+    """LiteLLM keeps 2,048 characters of a text, from its beginning and its end."""
+    text = "word " * 250 + "... (litellm_truncated skipped 77952 chars. ...) ..." + "word " * 200
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
+    whole = json.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * 4000}]})
+    rows = [litellm("a", 16010, proxy_server_request=body), litellm("b", 4000, proxy_server_request=whole)]
+    (cut, other), account = read(rows)
+    assert (cut.input_tokens, cut.bytes_per_token) == (16010, 0.0)
+    assert other.input_tokens == pytest.approx(4000, abs=5)
+    assert any("of 1 prompts the log has a part alone" in note for note in account.notes)
+
+
+def test_files_of_a_log_have_one_scale(tmp_path):
+    """So that blocks of equal prompts are equal, whichever prompt of its file came first."""
+
+    def row(name, tokens, text):
+        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        return litellm(name, tokens, proxy_server_request=json.dumps(body))
+
+    shared = "word " * 3000
+    (tmp_path / "1.jsonl").write_text(lines(row("1", 3000, shared)))
+    (tmp_path / "2.jsonl").write_text(lines(row("2", 2000, "да " * 1000), row("3", 3000, shared)))
+    one, _, three = sorted(Rows(tmp_path), key=lambda record: record.id)
+    assert one.hashes == three.hashes
+
+
+def test_streams_and_pass_through_are_requests_and_unknown_calls_are_counted(read):
+    types = ["pass_through_endpoint", "agenerate_content_stream", "_aresponses_websocket", "a_new_call"]
+    rows = [litellm(name, 1551) | {"call_type": name, "completion_tokens": 3} for name in types]
+    found, account = read(rows)
+    assert ([row.id for row in found], account.skipped) == (types[:3], 1)
+
+
+@pytest.mark.parametrize("scope", ["tenant", "session"])
+def test_a_scope_keeps_prefixes_apart(read, scope):
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * 3000}]})
+    owner = "api_key" if scope == "tenant" else "session_id"
+    rows = [litellm(name, 3000, proxy_server_request=body) | {owner: of} for name, of in zip("abc", "xyx", strict=True)]
+    (a, b, c), _ = read(rows, scope=scope)
+    assert (a.hashes == c.hashes, set(a.hashes) & set(b.hashes)) == (True, set())
+    with pytest.raises(TraceError, match=f"does not tell the {scope}"):
+        read([litellm("a", 3000) | {owner: ""}], scope=scope)
 
 
 # --- Langfuse
@@ -241,6 +285,12 @@ def test_runs_of_vllm_bench_follow_each_other_and_failures_are_left_out(read):
     found, rows = read([first, vllm_bench((99.0, 50, 1))])
     assert [(row.arrival, row.input_tokens) for row in found] == [(0.5, 100), (0.0, 200), (0.5, 50)]
     assert rows.skipped == 1
+
+
+def test_runs_in_several_files_follow_each_other(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.json").write_text(json.dumps(vllm_bench((7.5, 100, 5), (7.0, 200, 6))))
+    assert traces.read(tmp_path).arrival.tolist() == [0.0, 0.5, 0.5, 1.0]
 
 
 def test_a_result_without_details_says_how_to_have_them(read):

@@ -205,6 +205,13 @@ def test_agentic_sessions_share_no_blocks_unless_their_scope_is_global(file):
     assert trace.chain(0).tolist() == trace.chain(1).tolist()
 
 
+def test_agentic_sessions_of_several_files_share_no_blocks(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(lines(agentic(name, (0, 9, [1, 2]))))
+    trace = traces.read(tmp_path)
+    assert not set(trace.chain(0).tolist()) & set(trace.chain(1).tolist())
+
+
 def test_subagents_are_counted_and_left_out(file):
     session = agentic("a", (0, 9, [1, 2]))
     session["requests"].append({"t": 1.0, "type": "subagent", "requests": []})
@@ -310,6 +317,7 @@ BROKEN = [
     ("mooncake", lines(mooncake(0, 512, 5)), 1, "hash_ids must be a list"),
     ("mooncake", lines(mooncake(float("nan"), 5, [])), 1, "times must be finite: arrival nan"),
     ("agentic", lines(agentic("a", (0, 9, [1, -2]))), 1, "hash_ids of a session must be"),
+    ("agentic", lines(agentic("a", (0, 9, [1, "x"]))), 1, "hash_ids must be integers"),
     ("agentic", lines(agentic("a", (0, 9, [1, 2])), agentic("b", (0, 99, [1]))), 2, "99 tokens have 24 full blocks"),
     ("azure", AZURE + "yesterday,1,2\n", 4, "TIMESTAMP must be a date"),
     ("azure", AZURE + "1,2\n", 4, "2 cells where the header has 3"),

@@ -22,7 +22,7 @@ from warmkv.request_context import session_of_body, session_of_headers
 APIS = {"messages": "messages", "chat/completions": "chat", "completions": "completions", "responses": "responses"}
 NAMES = re.compile(r"[A-Za-z0-9_.:/@+-]{1,128}")  # of models, errors and reasons to stop: no room for a text
 USAGE = re.compile(rb'"usage"\s*:\s*\{')
-LONGEST_INFLATED = 1 << 28  # bytes of an answer, unpacked
+LONGEST_INFLATED = 1 << 28  # bytes of a request or an answer, unpacked
 MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 Tokenize = Callable[[str], list[int]]
@@ -61,7 +61,7 @@ class Analyst:
     def record(self, exchange: Exchange) -> RequestRecord:
         """Return the record of an exchange. Raises ValueError where its request is no JSON object."""
         self._number += 1
-        body = json.loads(exchange.request)
+        body = json.loads(_unpacked(exchange.request, exchange.headers.get("content-encoding", "")))
         if not isinstance(body, dict):
             raise ValueError("the request is no JSON object")
         api = api_of("POST", exchange.path) or ""
@@ -71,10 +71,13 @@ class Analyst:
         parts = prompt_text.parts_of(body)
         if api != "messages":
             parts = [part._replace(ttl=None) for part in parts]
-        if usage is not None and self._tokenize is None and self._state.scale.learn(model, parts, usage.prompt):
-            self._state.save()
         tenant = self._tenant(exchange.headers)
-        tokens, plan, scale = self._plan(parts, model, tenant)
+        if not prompt_text.is_whole(body):
+            tokens, plan, scale = self._unknown(usage.prompt if usage else 0, f"{exchange.started} {self._number}")
+        else:
+            if usage is not None and self._tokenize is None and self._state.scale.learn(model, parts, usage.prompt):
+                self._state.save()
+            tokens, plan, scale = self._plan(parts, model, tenant)
         outcome = "error" if exchange.outcome == "ok" and (exchange.code >= 400 or answer.error) else exchange.outcome
         ok = outcome == "ok"
         return RequestRecord(
@@ -99,10 +102,16 @@ class Analyst:
             max_tokens=next((n for key in MAX_TOKENS if type(n := body.get(key)) is int and n >= 0), 0),
             status=outcome,
             stop_reason=answer.stop_reason if ok else outcome,
-            error=answer.error or (f"http_{exchange.code}" if outcome == "error" else ""),
+            error=answer.error
+            or ("" if outcome != "error" else f"http_{exchange.code}" if exchange.code >= 400 else "cut_off"),
             session=self._session(exchange.headers, body),
             bytes_per_token=scale,
         )
+
+    def _unknown(self, tokens: int, name: str) -> tuple[int, CachePlan, float]:
+        """Name blocks of a prompt that was not sent whole: no other request has them."""
+        root = hashing.chain_root(self._state.salt, "unknown", name)
+        return tokens, CachePlan(tuple(hashing.chain(bytes(tokens), self._block_size, root)), (), ()), 0.0
 
     def _plan(self, parts: list[Part], model: str, tenant: str) -> tuple[int, CachePlan, float]:
         salt, size = hashing.tenant_salt(self._state.salt, tenant), self._block_size
@@ -170,8 +179,10 @@ class Answer:
                 if isinstance(usage := one.get("usage"), dict):
                     counts |= {key: value for key, value in usage.items() if value is not None}
                 self.stop_reason = _name(one.get("stop_reason") or one.get("finish_reason")) or self.stop_reason
-            if isinstance(error := document.get("error"), dict):
-                self.error = _name(error.get("type") or error.get("code")) or "error"
+                error = one if one.get("type") == "error" and "error" not in one else one.get("error")
+                if isinstance(error, dict):
+                    named = error.get("code") if error is one else error.get("type") or error.get("code")
+                    self.error = _name(named) or "error"
         try:
             self.usage = usage_of(counts) if counts else None
         except ValueError:
@@ -194,7 +205,7 @@ def _parsed(text: bytes) -> Mapping[str, Any]:
 
 
 def _unpacked(data: bytes | bytearray, encoding: str) -> bytes:
-    """Return an answer's body without its content encoding, as far as it came; nothing of an unknown one."""
+    """Return a body without its content encoding, as far as it came; nothing of an unknown one."""
     data = bytes(data)
     try:
         match encoding.strip().lower():

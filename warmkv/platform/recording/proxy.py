@@ -29,6 +29,7 @@ HOP_BY_HOP = frozenset(
     (
         *("connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization"),
         *("te", "trailer", "transfer-encoding", "upgrade"),
+        "expect",  # which is met here: an upstream that sends no 100 would have both sides wait
     )
 )
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -154,6 +155,8 @@ class Proxy:
             whole = whole and exchange is not None and recorder is not None and recorder.keep(part, data)
 
         async def body() -> AsyncIterator[bytes]:
+            if request.headers.get("Expect", "").lower() == "100-continue":
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             async for data in request.content.iter_any():
                 if exchange is not None:
                     copied(exchange.request, data)
@@ -264,7 +267,15 @@ class _Answer(web.StreamResponse):
 
 
 def _decoded(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[str, str]]:
-    return ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+    """Decode headers so that aiohttp, which encodes them as UTF-8, sends the same bytes wherever they are UTF-8."""
+    return ((_text(name), _text(value)) for name, value in headers)
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
 
 
 def _end_to_end(headers: Iterable[tuple[str, str]]) -> CIMultiDict[str]:

@@ -25,6 +25,7 @@ class State:
     salt: bytes
     scale: Scale = field(default_factory=Scale)
     path: Path | None = None
+    saved: bytes | None = None  # the file's salt, where another one is used
 
     @classmethod
     def of(cls, path: Path, salt: str | None = None) -> State:
@@ -45,7 +46,7 @@ class State:
                 f"{path} is no state of `warmkv record`; remove it, or name another with --state"
             ) from None
         if salt is not None:
-            state.salt = salt.encode()
+            state.saved, state.salt = state.salt, salt.encode()
         return state
 
     def save(self) -> None:
@@ -57,7 +58,7 @@ class State:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(file, "w", encoding="utf-8") as out:
-                json.dump({"salt": self.salt.hex(), "scale": self.scale.known}, out)
+                json.dump({"salt": (self.saved or self.salt).hex(), "scale": self.scale.known}, out)
             written.replace(self.path)
         except OSError as error:
             raise StateError(f"cannot write {self.path}: {error.strerror}") from None

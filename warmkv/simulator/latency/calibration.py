@@ -139,13 +139,14 @@ def times_of(arrival: Floats, first: Floats, last: Floats, output: NDArray[np.in
 
 
 def figures(times: Times) -> Report:
-    """Return mean and percentiles of every metric."""
-    return {metric: dict(zip(FIGURES, _figures(_values(times, metric)), strict=True)) for metric in METRICS}
+    """Return mean and percentiles of every metric that has values: answers of one token have no TPOT."""
+    values = {metric: _values(times, metric) for metric in METRICS}
+    return {metric: dict(zip(FIGURES, _figures(found), strict=True)) for metric, found in values.items() if len(found)}
 
 
 def judge(measured: Times, simulated: Times) -> Judgement:
     truth, guess = figures(measured), figures(simulated)
-    error = {m: {f: guess[m][f] / truth[m][f] - 1 for f in FIGURES} for m in METRICS if m in truth}
+    error = {m: {f: guess[m][f] / truth[m][f] - 1 for f in FIGURES} for m in METRICS if m in truth and m in guess}
     return Judgement(truth, guess, error)
 
 

@@ -8,6 +8,7 @@ subagents did inside a request is not replayed (the published figures leave it o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from warmkv.simulator.traces.columns import Row, RowError
 from warmkv.simulator.traces.rows import (
@@ -27,7 +28,7 @@ LOCAL_IDS = 1 << 40  # local block numbers are below it, so that session and num
 
 
 def parser(reading: Reading) -> Parse:
-    sessions: dict[str, int] = {}
+    sessions = reading.learned.sessions
 
     def parse(line: str) -> Iterable[Row | None]:
         session = mapping(line)
@@ -44,8 +45,8 @@ def parser(reading: Reading) -> Parse:
                 yield None
                 continue
             ids = listed(request, "hash_ids")
-            if local and ids and not 0 <= min(ids) <= max(ids) < LOCAL_IDS:
-                raise RowError(f"hash_ids of a session must be from 0 to 2**40, not {min(ids)} to {max(ids)}")
+            if local and ids:
+                _check(ids)
             yield Row(
                 arrival=number(request, "t"),
                 input_tokens=whole(request, "in"),
@@ -57,6 +58,16 @@ def parser(reading: Reading) -> Parse:
             )
 
     return parse
+
+
+def _check(ids: list[Any]) -> None:
+    """Raise RowError for ids that are no numbers of a session's blocks."""
+    try:
+        fit = 0 <= min(ids) <= max(ids) < LOCAL_IDS
+    except TypeError:
+        raise RowError("hash_ids must be integers") from None
+    if not fit:
+        raise RowError(f"hash_ids of a session must be from 0 to 2**40, not {min(ids)} to {max(ids)}")
 
 
 AGENTIC = Format("agentic", lambda line: has_keys(line, ("requests", "block_size")), parser, objects)

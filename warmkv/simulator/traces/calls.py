@@ -14,7 +14,7 @@ from warmkv.prefixes import hashing, prompt_text
 from warmkv.prefixes.breakpoints import CachePlan
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
-from warmkv.simulator.traces.columns import LARGEST, RowError
+from warmkv.simulator.traces.columns import LARGEST, RowError, TraceError
 from warmkv.simulator.traces.conversations import Conversations
 from warmkv.simulator.traces.rows import Reading, document
 
@@ -48,16 +48,16 @@ class Call(NamedTuple):
 
 
 class Texts:
-    """Names the prefixes of prompts by their text, in the order of the file."""
+    """Names the prefixes of prompts by their text, in the order of the files."""
 
     def __init__(self, reading: Reading) -> None:
         self._block_size = reading.block_size or BLOCK
-        self._scale = prompt_text.Scale(reading.characters_per_token)
-        self._known: dict[bytes, bytes] = {}  # equal hashes share one object
+        self._scale = prompt_text.Scale(reading.characters_per_token, reading.learned.scales)
+        self._known = reading.learned.hashes
 
     def named(self, call: Call, body: Mapping[str, Any]) -> Call:
-        """Return the call with the prefixes of its prompt, if the body has any."""
-        if not (parts := prompt_text.parts_of(body)):
+        """Return the call with the prefixes of its prompt, if the body has one, and all of it."""
+        if not prompt_text.is_whole(body) or not (parts := prompt_text.parts_of(body)):
             return call
         self._scale.learn(call.model, parts, call.usage.prompt)
         scale = self._scale.of(call.model)
@@ -82,7 +82,7 @@ def distinct(calls: Iterable[Call]) -> list[Call]:
 
 
 def records(calls: Iterable[Call], reading: Reading) -> Iterator[RequestRecord]:
-    """Yield the records of calls in the order of arrival."""
+    """Yield the records of calls in the order of arrival. Raises TraceError if they do not tell the scope."""
     size = reading.block_size or BLOCK
     ordered = sorted(calls, key=lambda call: call.arrival)
     conversations = Conversations(size)
@@ -91,6 +91,8 @@ def records(calls: Iterable[Call], reading: Reading) -> Iterator[RequestRecord]:
         if plan is None:
             tokens = call.usage.prompt
             plan = conversations.plan(call.model, call.session, call.usage, marked=call.breakpoints)
+        if reading.scope != "global":
+            plan = _scoped(plan, call, reading.scope)
         yield RequestRecord(
             id=call.id or str(number),
             arrival=call.arrival,
@@ -112,6 +114,23 @@ def records(calls: Iterable[Call], reading: Reading) -> Iterator[RequestRecord]:
             session=call.session,
             bytes_per_token=call.bytes_per_token,
         )
+
+
+def _scoped(plan: CachePlan, call: Call, scope: str) -> CachePlan:
+    """Return a plan whose keys are equal only within the call's session or tenant. Raises TraceError."""
+    owner = call.session if scope == "session" else call.tenant
+    if not owner:
+        raise TraceError(f"the trace does not tell the {scope} of every request")
+    root = hashing.chain_root(b"", owner)
+
+    def own(key: bytes) -> bytes:
+        return hashing.chained(root, key)
+
+    return CachePlan(
+        tuple(map(own, plan.hashes)),
+        tuple(mark._replace(key=own(mark.key)) for mark in plan.marks),
+        tuple(read._replace(key=own(read.key)) for read in plan.reads),
+    )
 
 
 def check(usage: Usage) -> Usage:

@@ -15,8 +15,11 @@ from warmkv.simulator.traces.columns import RowError
 from warmkv.simulator.traces.rows import Format, Parse, Reading, document, field, has_columns, json_or_csv, table, whole
 
 KEYS = ("request_id", "call_type", "startTime", "prompt_tokens")
-CALLS = ("completion", "text_completion", "responses", "generate_content")
-GENERATING = frozenset((*CALLS, *(f"a{name}" for name in CALLS), "anthropic_messages"))
+CALLS = ("completion", "text_completion", "responses", "generate_content", "generate_content_stream")
+MORE = ("anthropic_messages", "pass_through_endpoint", "_aresponses_websocket")
+GENERATING = frozenset((*CALLS, *(f"a{name}" for name in CALLS), *MORE))
+CUT = "litellm_truncated skipped"
+"""What stands in the middle of a stored text that had more than MAX_STRING_LENGTH_PROMPT_IN_DB characters."""
 
 
 def parser(reading: Reading) -> Parse:
@@ -24,7 +27,7 @@ def parser(reading: Reading) -> Parse:
 
     def row_of(row: Mapping[str, Any]) -> Iterable[Call | None]:
         if field(row, "call_type") not in GENERATING:
-            return ()
+            return (None,) if row.get("completion_tokens") not in (None, 0, "0") else ()
         failed = str(row.get("status") or "success") != "success"
         if failed or str(row.get("cache_hit")).lower() == "true" or not whole(row, "prompt_tokens"):
             return (None,)
@@ -45,9 +48,25 @@ def parser(reading: Reading) -> Parse:
         )
         asked = body_of(row.get("proxy_server_request"))
         body = body_of(asked["body"]) if "body" in asked else asked
-        return (texts.named(call, body or body_of(row.get("messages"))),)
+        body = body or body_of(row.get("messages"))
+        if _is_cut(body):
+            reading.learned.cut += 1
+            return (call,)
+        return (texts.named(call, body),)
 
     return table(row_of, KEYS)
+
+
+def _is_cut(value: Any) -> bool:
+    """Return True if LiteLLM has stored a part alone of a text in a body."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str) and CUT in value:
+            return True
+        if isinstance(value, dict | list):
+            left += value.values() if isinstance(value, dict) else value
+    return False
 
 
 def _reported(row: Mapping[str, Any]) -> Mapping[str, Any]:

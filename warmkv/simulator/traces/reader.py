@@ -21,7 +21,7 @@ from warmkv.simulator.traces.langfuse import LANGFUSE
 from warmkv.simulator.traces.litellm import LITELLM
 from warmkv.simulator.traces.mooncake import MOONCAKE
 from warmkv.simulator.traces.opentelemetry import OPENTELEMETRY
-from warmkv.simulator.traces.rows import Format, Reading, TooLongError
+from warmkv.simulator.traces.rows import Format, Learned, Reading, TooLongError
 from warmkv.simulator.traces.sharegpt import SHAREGPT
 from warmkv.simulator.traces.vllm_bench import VLLM_BENCH
 from warmkv.simulator.traces.warmkv import WARMKV, LogLines, row_of, rows_of
@@ -51,7 +51,7 @@ class Rows:
     ) -> None:
         if format is not None and format not in FORMATS:
             raise TraceError(f"{format!r} is no trace format; there are {', '.join(FORMATS)}")
-        self._reading, self._strict = reading, strict
+        self._reading, self._strict = replace(reading, learned=Learned()), strict
         self.broken = self.skipped = 0
         self.faults: list[str] = []  # the first of the broken rows
         self.unrecognised: list[str] = []
@@ -73,8 +73,11 @@ class Rows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what the readers assume, each once."""
-        return tuple(dict.fromkeys(format.note for format in self._formats if format.note))
+        """Return what the readers assume, each once, and how many prompts the log has only in part."""
+        found = dict.fromkeys(format.note for format in self._formats if format.note)
+        if cut := self._reading.learned.cut:
+            found[f"of {cut:,} prompts the log has a part alone; their prefixes are derived"] = None
+        return tuple(found)
 
     @property
     def sha256(self) -> str:

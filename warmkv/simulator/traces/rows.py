@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import field as field_of
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -36,13 +37,26 @@ class TooLongError(RowError):
         self.line = line
 
 
+@dataclass(slots=True)
+class Learned:
+    """What files of a log have told that holds for those after them."""
+
+    scales: dict[str, float] = field_of(default_factory=dict)  # bytes of text that a token stands for, by model
+    hashes: dict[bytes, bytes] = field_of(default_factory=dict)  # equal ones share one object
+    sessions: dict[str, int] = field_of(default_factory=dict)  # numbers of sessions whose blocks are their own
+    end: float = 0.0  # seconds, of runs that follow each other
+    cut: int = 0  # prompts of which the log has a part
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """What a caller may say about a file. None where the format knows."""
 
     block_size: int | None = None  # tokens in a block, of formats that do not tell
     characters_per_token: float | None = None  # of formats that have texts
+    scope: str = "global"  # who shares prefixes, of formats with records: all, or each `session` or `tenant`
     file: Path | None = None  # that is read now
+    learned: Learned = field_of(default_factory=Learned)
 
 
 @dataclass(frozen=True, slots=True)

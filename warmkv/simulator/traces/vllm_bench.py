@@ -1,6 +1,6 @@
 """Results of `vllm bench serve --save-result --save-detailed`: one JSON object, or a line for each appended run.
 
-They have no prompts, so no prefix is found. Runs of one file follow each other.
+They have no prompts, so no prefix is found. Runs follow each other.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ COLUMNS = ("start_times", "input_lens", "output_lens")
 
 
 def parser(reading: Reading) -> Parse:
-    end = 0.0
+    learned = reading.learned
 
     def parse(text: str) -> Iterable[Row | None]:
-        nonlocal end
         result = mapping(text)
         if missing := [name for name in COLUMNS if name not in result]:
             raise RowError(f"{missing[0]} is missing: run `vllm bench serve` with --save-result --save-detailed")
@@ -32,9 +31,9 @@ def parser(reading: Reading) -> Parse:
             _row(dict(zip(names, values, strict=True)), failed)
             for *values, failed in zip(*columns, errors, strict=True)
         ]
-        start = min((row.arrival for row in rows if row), default=0.0) - end
+        start = min((row.arrival for row in rows if row), default=0.0) - learned.end
         found = [row and Row(row.arrival - start, row.input_tokens, row.output_tokens) for row in rows]
-        end = max((row.arrival for row in found if row), default=end)
+        learned.end = max((row.arrival for row in found if row), default=learned.end)
         return found
 
     return parse

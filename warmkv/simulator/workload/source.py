@@ -54,7 +54,7 @@ def read(source: Source, base: Config, progress: Callable[[int], None] = lambda 
 
     Raises TraceError.
     """
-    reading = traces.Reading(source.block_size, source.characters_per_token)
+    reading = traces.Reading(source.block_size, source.characters_per_token, source.scope)
     with gc_paused():
         rows = Rows(source.path, source.format, reading=reading, strict=source.strict)
         more: tuple[str, ...] = ()

@@ -140,6 +140,24 @@ def test_packed_answers_are_read(analyst, encoding, pack):
     assert analyst.record(packed).usage.output == 33
 
 
+def test_packed_requests_are_read(analyst):
+    data = zstandard.ZstdCompressor().compress(json.dumps(messages("a")).encode())  # as Codex sends them
+    packed = exchange(data, headers={"x-api-key": "sk-ant-verysecret", "content-encoding": "zstd"})
+    assert analyst.record(packed).hashes == analyst.record(exchange(messages("a"))).hashes
+
+
+def test_a_prompt_that_goes_on_from_an_answer_is_as_long_as_reported_and_settles_nothing(analyst):
+    """Only its end was sent, so that nothing is known of its prefix."""
+    body = {"model": "m", "input": "And then?", "previous_response_id": "resp_1"}
+    usage = {"input_tokens": 5200, "input_tokens_details": {"cached_tokens": 5120}, "output_tokens": 9}
+    found = [analyst.record(exchange(body, json.dumps({"usage": usage}).encode(), "/v1/responses")) for _ in "ab"]
+    assert [(one.input_tokens, len(one.hashes), one.usage.read) for one in found] == [(5200, 81, 5120)] * 2
+    assert not set(found[0].hashes) & set(found[1].hashes)
+    whole = json.dumps({"usage": {"input_tokens": 4001, "output_tokens": 9}}).encode()
+    record = analyst.record(exchange({"model": "m", "input": "word " * 4000}, whole, "/v1/responses"))
+    assert record.input_tokens == pytest.approx(4001, abs=2)
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "rot13"])
 def test_what_cannot_be_unpacked_reports_nothing(analyst, encoding):
     record = analyst.record(exchange(messages("a"), b"junk", answer_headers={"content-encoding": encoding}))
@@ -154,6 +172,11 @@ def test_errors_and_cancelled_requests_say_so(analyst):
     assert analyst.record(exchange(messages("a"), ANSWER[:90], outcome="cancelled")).status == "cancelled"
     within = stream({"type": "error", "error": {"type": "api error: secret text"}})
     assert analyst.record(exchange(messages("a"), within)).error == "error"
+    failed = {"type": "response.failed", "response": {"error": {"code": "server_error", "message": "jumps over"}}}
+    for event in (failed, {"type": "error", "code": "server_error", "message": "jumps over"}):
+        record = analyst.record(exchange({"model": "m", "input": "a"}, stream(event), "/v1/responses"))
+        assert (record.status, record.error) == ("error", "server_error")
+    assert analyst.record(exchange(messages("a"), ANSWER[:90], outcome="error")).error == "cut_off"
     for body in (b"no json", b"[]"):
         with pytest.raises(ValueError, match=r"JSON|Expecting"):
             analyst.record(exchange(body))
@@ -166,7 +189,9 @@ def test_a_recording_goes_on_with_its_salt_and_scale(tmp_path):
     usage = json.dumps({"usage": {"input_tokens": 9000, "output_tokens": 1}}).encode()
     two = Analyst(State.of(path), 64).record(exchange(messages("a"), usage))
     assert (two.hashes, two.bytes_per_token) == (one.hashes, one.bytes_per_token)
-    assert State.of(path, "given").salt == b"given"
+    given = State.of(path, "given")
+    given.save()
+    assert given.salt == b"given" != State.of(path).salt, "the log's own salt stays"
     path.write_text("{}")
     with pytest.raises(StateError, match="is no state of `warmkv record`"):
         State.of(path)

@@ -92,7 +92,8 @@ def test_bytes_pass_as_they_are_but_for_hop_by_hop_headers(tmp_path):
     async def scene():
         upstream = Upstream(serve)
         async with recording(tmp_path, upstream) as (port, _, records):
-            odd = "ANTHROPIC-beta: a,b\r\nX-Hop: mine\r\nConnection: keep-alive, x-hop\r\nAccept-Encoding: br;q=0.5\r\n"
+            odd = "ANTHROPIC-beta: a,b\r\nX-Title: Café\r\n"
+            odd += "X-Hop: mine\r\nConnection: keep-alive, x-hop\r\nAccept-Encoding: br;q=0.5\r\n"
             path = "/v1/messages?beta=true&q=%7Ea%2Fb+c"
             reader, writer, head = await asked(port, request(path=path, headers=odd))
             body = await reader.readexactly(len(USAGE) + 2)
@@ -100,7 +101,13 @@ def test_bytes_pass_as_they_are_but_for_hop_by_hop_headers(tmp_path):
             ((sent, sent_body),) = upstream.requests
         lines = sent.decode().split("\r\n")
         assert lines[0] == f"POST {path} HTTP/1.1"
-        kept = {"X-Api-Key: k", "ANTHROPIC-beta: a,b", "Accept-Encoding: br;q=0.5", f"Content-Length: {len(BODY)}"}
+        kept = {
+            "X-Api-Key: k",
+            "ANTHROPIC-beta: a,b",
+            "X-Title: Café",
+            "Accept-Encoding: br;q=0.5",
+            f"Content-Length: {len(BODY)}",
+        }
         assert {line for line in lines[1:] if line and not line.lower().startswith("host:")} == kept
         assert (sent_body, body) == (BODY, USAGE + b"\x00\xff")
         status, *headers = head.decode().strip().split("\r\n")
@@ -109,6 +116,25 @@ def test_bytes_pass_as_they_are_but_for_hop_by_hop_headers(tmp_path):
             ["X-CASE: Kept", "Set-Cookie: a=1", "Set-Cookie: b=2", "request-id: r1", f"Content-Length: {len(body)}"]
         )
         assert [record.id for record in records()] == ["r1"]
+
+    run(scene())
+
+
+def test_a_client_that_waits_to_be_told_to_go_on_is_told_so(tmp_path):
+    """Tell it by the proxy, since an upstream that tells nobody would keep both sides waiting."""
+
+    async def scene():
+        upstream = Upstream()
+        async with recording(tmp_path, upstream) as (port, _, records):
+            head, body = request(headers="Expect: 100-continue\r\n").split(b"\r\n\r\n")
+            reader, writer, told = await asked(port, head + b"\r\n\r\n")
+            writer.write(body)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            writer.close()
+            ((sent, sent_body),) = upstream.requests
+        assert told == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert (sent_body, b"expect" in sent.lower()) == (BODY, False)
+        assert len(records()) == 1
 
     run(scene())
 

@@ -58,6 +58,12 @@ def test_what_differs_is_told(live):
     assert "refused" in verify(log, small, TIMES).misses[0]
 
 
+def test_answers_of_one_token_have_no_time_between_tokens(live):
+    log, settings, _ = live
+    times = verify([replace(record, output_tokens=1) for record in log], settings, TIMES).times
+    assert set(times.measured) == set(times.simulated) == set(times.error) == {"ttft", "e2e"}
+
+
 def test_the_command(live, tmp_path):
     log, _, _ = live
     file = tmp_path / "access.jsonl"
