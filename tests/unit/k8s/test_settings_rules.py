@@ -65,6 +65,12 @@ def not_autoscaled(manifests: Manifests) -> None:
         group["replicas"] = 1
 
 
+def of_redis(unavailable: int) -> Break:
+    """Make the budget one of Redis' pods, which a StatefulSet counts."""
+    chosen = {"maxUnavailable": unavailable, "selector": {"matchLabels": {"app.kubernetes.io/component": "redis"}}}
+    return one(*BUDGET, "spec", chosen)
+
+
 def add_log_volume(read_only: bool) -> Break:
     return add_volume("logs", "/var/log/warmkv", {"emptyDir": {}}, read_only)
 
@@ -243,11 +249,11 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
         "set it to 3",
     ),
     "a budget in percent": (
-        one(*BUDGET, "spec minAvailable", "100%"),
+        one(*BUDGET, "spec minAvailable", "50%"),
         "budgets",
         "spec.minAvailable",
-        "4 pods must",
-        "3",
+        "50% cannot be counted: a RayCluster does not tell",
+        "whole number",
     ),
     "a budget of one group": (
         one(*BUDGET, "spec selector matchLabels", {"ray.io/group": "l40s"}),
@@ -263,8 +269,15 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
         "3 pods must stay, and there may be no more than 2",
         "",
     ),
+    "a budget of those that may go": (
+        both(one(*BUDGET, "spec minAvailable"), one(*BUDGET, "spec maxUnavailable", 1)),
+        "budgets",
+        "spec.maxUnavailable",
+        "every eviction is refused",
+        "set minAvailable to a whole number",
+    ),
     "no pod may go": (
-        both(one(*BUDGET, "spec minAvailable"), one(*BUDGET, "spec maxUnavailable", 0)),
+        of_redis(0),
         "budgets",
         "spec.maxUnavailable",
         "none of its pods may ever be evicted",
@@ -300,6 +313,7 @@ FINE: dict[str, Break] = {
     ),
     "packs that an init container fetches": both(PACKS, add_volume("packs", "/packs", {"emptyDir": {}}, init=True)),
     "a budget that is met": one(*BUDGET, "spec minAvailable", 2),
+    "a budget of those that may go, of a StatefulSet": of_redis(1),
     "a budget by expressions": one(
         *BUDGET, "spec selector", {"matchExpressions": [{"key": "a", "operator": "DoesNotExist"}]}
     ),

@@ -222,7 +222,9 @@ def drain_hook(rendered: RenderedManifests) -> Told:
 def budgets(rendered: RenderedManifests) -> Told:
     """Find disruption budgets that never let a pod go, so that no node with one can be drained.
 
-    A budget that keeps a single pod is a note: evicting that would end the service.
+    Of a RayCluster's pods only a whole number that must stay can be counted: for `maxUnavailable` and percentages
+    Kubernetes asks the scale subresource of their owner, and it has none. A budget that keeps a single pod is a note:
+    evicting that would end the service.
     """
     for one in rendered.objects:
         if one["kind"] != "PodDisruptionBudget":
@@ -230,10 +232,20 @@ def budgets(rendered: RenderedManifests) -> Told:
         spec = mapping(one.get("spec"))
         selector = mapping(spec.get("selector"))
         labels = mapping(selector.get("matchLabels"))
-        chosen = [least for least, of in _pod_counts(rendered) if _selects(labels, of)]
-        if selector.get("matchExpressions") or not chosen or None in chosen:
+        chosen = [(least, of) for least, of in _pod_counts(rendered) if _selects(labels, of)]
+        if selector.get("matchExpressions") or not chosen:
             continue  # no pods: `selectors` tells
-        least = max(1, sum(count or 0 for count in chosen))
+        of_ray = any(NODE_TYPE in of for _, of in chosen)
+        if of_ray and (key := _asking_for_scale(spec)):
+            what = (
+                f"{spec[key]} cannot be counted: a RayCluster does not tell how many pods it should have, so every "
+                "eviction is refused, and no node with one can be drained"
+            )
+            yield f"{name_of(one)}: spec.{key}", what, "set minAvailable to a whole number, below the number of pods"
+            continue
+        if any(count is None for count, _ in chosen):
+            continue
+        least = max(1, sum(count or 0 for count, _ in chosen))
         if spec.get("maxUnavailable") in (0, "0%"):
             what = "none of its pods may ever be evicted, so no node with one can be drained"
             yield f"{name_of(one)}: spec.maxUnavailable", what, "set minAvailable instead, below the number of pods"
@@ -249,6 +261,13 @@ def budgets(rendered: RenderedManifests) -> Told:
             what = f"{stay} pods must stay, and there may be no more than {least}: no node with one can be drained"
             todo = f"set it to {least - 1} or less, or have more pods (replicas, minReplicas)"
             yield where, what, todo
+
+
+def _asking_for_scale(spec: Object) -> str:
+    """Return the field of a budget for which Kubernetes must know how many pods there should be; `` where none is."""
+    if spec.get("maxUnavailable") is not None:
+        return "maxUnavailable"
+    return "minAvailable" if isinstance(spec.get("minAvailable"), str) else ""
 
 
 def _selects(wanted: Mapping[str, Any], labels: Mapping[str, str]) -> bool:

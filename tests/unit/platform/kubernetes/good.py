@@ -42,7 +42,7 @@ apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata: {name: warmkv, namespace: warmkv}
 spec:
-  maxUnavailable: 1
+  minAvailable: 1
   selector: {matchLabels: {app: warmkv, part: replica}}
 ---
 apiVersion: ray.io/v1

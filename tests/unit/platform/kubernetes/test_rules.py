@@ -382,8 +382,6 @@ def test_a_replica_without_a_gpu_is_planned_in_its_pod() -> None:
     overlay = Overlay()
     del overlay.limits["nvidia.com/gpu"]
     overlay.settings["cluster"]["gpus_per_replica"] = 0
-    overlay.worker["replicas"] = 1
-    overlay.worker["minReplicas"] = 1
     assert told(overlay) == []
     overlay.settings["engine"] = {"kv_bytes": "8GiB"}
     overlay.service["spec"]["serveConfigV2"] = ""
