@@ -25,12 +25,10 @@ Object = Mapping[str, Any]
 
 GPU = "nvidia.com/gpu"
 TEMPLATED = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job")
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|[kMGTPE]|[KMGTPE]i)?")
-_UNITS = {"": 1.0, "m": 1e-3, "k": 1e3} | {
-    f"{prefix}{i}": float(base) ** power
-    for power, prefix in enumerate("KMGTPE", 1)
-    for i, base in (("i", 1024), ("", 1000))
-}
+_QUANTITY = re.compile(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?[0-9]+))?")
+_TENS = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_BINARY: dict[str, int] = {f"{prefix}i": 1024**power for power, prefix in enumerate("KMGTPE", 1)}
+LARGEST = float(2**63)  # what is more counts as this
 
 
 class RenderError(UserError):
@@ -79,7 +77,7 @@ class Group:
         if self.head:
             return 1
         key = "maxReplicas" if self.autoscaled else "replicas"
-        return int(self.spec.get(key, self.spec.get("replicas", 1)) or 0)
+        return int(self.spec.get(key, self.spec.get("replicas", 1)) or 0) * self._hosts
 
     @property
     def least_pods(self) -> int:
@@ -87,7 +85,12 @@ class Group:
         if self.head:
             return 1
         key = "minReplicas" if self.autoscaled else "replicas"
-        return int(self.spec.get(key, 0 if self.autoscaled else 1) or 0) * int(self.spec.get("numOfHosts") or 1)
+        return int(self.spec.get(key, 0 if self.autoscaled else 1) or 0) * self._hosts
+
+    @property
+    def _hosts(self) -> int:
+        """Return the pods of what KubeRay calls a replica of the group."""
+        return int(self.spec.get("numOfHosts") or 1)
 
     def mount(self, path: str) -> Object | None:
         """Return what is mounted over a path in the container that runs Ray; None if the path is in the image."""
@@ -101,11 +104,13 @@ class Group:
 
     def limit(self, resource: str) -> float | None:
         """Return a resource's limit, else its request, as KubeRay tells Ray; None where neither can be read."""
+        return None if (text := self.written(resource)) is None else quantity(text)
+
+    def written(self, resource: str) -> object:
+        """Return what stands there as a resource's limit, else as its request; None where there is neither."""
         resources = self.box.get("resources") or {}
-        for bound in ("limits", "requests"):
-            if (text := (resources.get(bound) or {}).get(resource)) is not None:
-                return quantity(text)
-        return None
+        bounds = ((resources.get(bound) or {}).get(resource) for bound in ("limits", "requests"))
+        return next((text for text in bounds if text is not None), None)
 
     @property
     def cpus(self) -> float:
@@ -311,9 +316,12 @@ def name_of(one: Object) -> str:
 
 
 def quantity(text: object) -> float | None:
-    """Read `16Gi`, `500m` or `2`; None for what is no quantity."""
+    """Read `16Gi`, `500m`, `129e6` or `2`; None for what is no quantity, or is below zero, as no resource may be."""
     match = _QUANTITY.fullmatch(str(text))
-    return float(match[1]) * _UNITS[match[2] or ""] if match else None
+    if match is None:
+        return None
+    number, unit, power = match.groups()
+    return min(LARGEST, float(f"{number}e{power or _TENS.get(unit, 0)}") * _BINARY.get(unit, 1))
 
 
 def mapping(value: object) -> Object:

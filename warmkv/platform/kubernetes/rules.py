@@ -246,7 +246,8 @@ def memory_fits(rendered: RenderedManifests) -> Told:
                 continue
             at = f"{group.where}.resources.limits.memory"
             if limit is None:
-                yield at, "there is no limit, so a replica may take the node's memory", "set one, as in 16Gi"
+                if group.written("memory") is None:  # of what cannot be read `quantities` tells
+                    yield at, "there is no limit, so a replica may take the node's memory", "set one, as in 16Gi"
             elif config.cluster.gpus_per_replica:
                 lines = memory.host_lines(config, rendered.model, replicas)
                 if (needed := sum(line.bytes for line in lines)) > limit:
