@@ -31,6 +31,9 @@ PRODUCTS = {
 }
 """Its value by the GPU's name in the catalogue."""
 
+OBJECT_STORE_BYTES = 256 << 20
+"""Ray's object store in the worker pods of the base (`object-store-memory` of its rayStartParams)."""
+
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -42,9 +45,10 @@ def sizes_of(config: Config, model: ModelShape, on_gpu: bool) -> ModelSizes:
     return ModelSizes.of(model, size, packed=packed)
 
 
-def plan_in_pod(config: Config, model: ModelShape, limit: int, replicas: int) -> MemoryPlan:
-    """Plan a replica without a GPU in a pod with a limit of memory, which `replicas` share."""
-    memory = DeviceMemory("group", "the pod's memory limit", limit, limit, 1 / replicas)
+def plan_in_pod(config: Config, model: ModelShape, limit: int, replicas: int, store: int = 0) -> MemoryPlan:
+    """Plan a replica without a GPU in a pod's memory limit, which `replicas` share beside Ray's object store."""
+    name = "the pod's memory limit" + " less Ray's object store" * bool(store)
+    memory = DeviceMemory("group", name, limit - store, limit - store, 1 / replicas)
     return plan_replica(config, model, memory)
 
 
@@ -61,8 +65,8 @@ def plan_replica(config: Config, model: ModelShape, memory: DeviceMemory) -> Mem
     return memory_plan.plan(memory, sizes, config.engine, config.prefix_cache, context)
 
 
-def host_lines(config: Config, model: ModelShape, replicas: int) -> list[Line]:
-    """Return what a pod with replicas on GPUs takes of the host's memory.
+def host_lines(config: Config, model: ModelShape, replicas: int, store: int) -> list[Line]:
+    """Return what a pod with replicas on GPUs, and an object store of so many bytes, takes of the host's memory.
 
     Weights pass through it while they are loaded, of all replicas at once where they start together; what the tiers
     hold comes after that.
@@ -75,6 +79,7 @@ def host_lines(config: Config, model: ModelShape, replicas: int) -> list[Line]:
     lines = [
         Line("node", NODE_BYTES, "estimated, for Ray and a gateway"),
         Line("process", replicas * PROCESS_BYTES, f"estimated, of {replicas} replica(s)"),
+        Line("object store", store, "Ray's, in /dev/shm"),
     ]
     later = [
         Line("host tier", replicas * tier, "prefix_cache.host.memory_bytes"),
@@ -92,8 +97,8 @@ def pod_memory(config: Config, model: ModelShape, replicas: int, on_gpu: bool) -
     Without a GPU `auto` sizes take what there is: the limit leaves slots and prefixes a GiB for each replica.
     """
     if on_gpu:
-        needed = sum(line.bytes for line in host_lines(config, model, replicas))
+        needed = sum(line.bytes for line in host_lines(config, model, replicas, OBJECT_STORE_BYTES))
     else:
         weights = sizes_of(config, model, False).weights
-        needed = NODE_BYTES + replicas * (PROCESS_BYTES + weights + (1 << 30))
+        needed = NODE_BYTES + OBJECT_STORE_BYTES + replicas * (PROCESS_BYTES + weights + (1 << 30))
     return math.ceil(1.1 * needed / (1 << 30)) << 30

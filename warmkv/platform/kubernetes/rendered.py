@@ -30,6 +30,12 @@ _TENS = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E
 _BINARY: dict[str, int] = {f"{prefix}i": 1024**power for power, prefix in enumerate("KMGTPE", 1)}
 LARGEST = float(2**63)  # what is more counts as this
 
+OBJECT_STORE = "object-store-memory"  # of rayStartParams
+OBJECT_STORE_SHARE = 0.3
+OBJECT_STORE_MOST = 200 * 10**9
+"""What Ray takes for its object store where nobody says: a share of the memory that is free, up to so many bytes
+(`ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION`, `DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES`)."""
+
 
 class RenderError(UserError):
     """Manifests that cannot be rendered or read; the message says what to do."""
@@ -121,6 +127,22 @@ class Group:
     def gpus(self) -> float:
         """Return the GPUs that Ray gives out on a pod."""
         return self._given("num-gpus", self.limit(GPU) or 0)
+
+    def object_store(self, limit: float) -> int:
+        """Return the bytes that Ray's object store may take of a pod with a limit of memory.
+
+        They lie in /dev/shm, which counts against it; a store that does not fit there is a file, which can be written
+        out. Where a pod mounts no /dev/shm, KubeRay mounts one as large as the limit.
+        """
+        size = self._given(OBJECT_STORE, min(OBJECT_STORE_SHARE * limit, OBJECT_STORE_MOST))
+        mount = self.mount("/dev/shm")
+        volume = mapping(self.volume(mount) if mount else None)
+        room = quantity(mapping(volume.get("emptyDir")).get("sizeLimit"))
+        return int(size if room is None else min(size, room))
+
+    def limit_for(self, needed: float) -> float:
+        """Return the limit of memory that leaves so many bytes beside the object store."""
+        return needed + self.object_store(needed / (1 - OBJECT_STORE_SHARE))
 
     def _given(self, parameter: str, otherwise: float) -> float:
         text = str((self.spec.get("rayStartParams") or {}).get(parameter, ""))

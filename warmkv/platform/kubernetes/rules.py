@@ -20,6 +20,8 @@ from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS
 from warmkv.platform.kubernetes.references import Reference, keys_of, references_of
 from warmkv.platform.kubernetes.rendered import (
     GPU,
+    OBJECT_STORE,
+    OBJECT_STORE_SHARE,
     Group,
     RenderedManifests,
     RenderedService,
@@ -249,21 +251,29 @@ def memory_fits(rendered: RenderedManifests) -> Told:
                 if group.written("memory") is None:  # of what cannot be read `quantities` tells
                     yield at, "there is no limit, so a replica may take the node's memory", "set one, as in 16Gi"
             elif config.cluster.gpus_per_replica:
-                lines = memory.host_lines(config, rendered.model, replicas)
+                store = group.object_store(limit)
+                lines = memory.host_lines(config, rendered.model, replicas, store)
                 if (needed := sum(line.bytes for line in lines)) > limit:
                     parts = ", ".join(f"{line.name} {amount(line.bytes)}" for line in lines)
                     what = f"the pod may take {amount(int(limit))} of host memory, and needs {amount(needed)}: {parts}"
-                    yield at, what, f"raise it to {whole_gib(needed)}Gi or more"
+                    yield at, what, _raised(group, needed - store)
             else:
-                planned = memory.plan_in_pod(config, rendered.model, int(limit), replicas)
+                store = group.object_store(limit)
+                planned = memory.plan_in_pod(config, rendered.model, int(limit), replicas, store)
                 try:
                     planned.check()
                 except MemoryPlanError as error:
-                    todo = (
-                        f"raise it to {whole_gib(planned.needed * replicas)}Gi or more, or lower the sizes that are set"
-                    )
+                    todo = f"{_raised(group, planned.needed * replicas)}, or lower the sizes that are set"
                     yield at, str(error).splitlines()[0] + f" ({planned.summary})", todo
             yield from _on_gpu(group, config, rendered)
+
+
+def _raised(group: Group, needed: float) -> str:
+    """Say which limit of memory leaves so much beside Ray's object store."""
+    todo = f"raise it to {whole_gib(group.limit_for(needed))}Gi or more"
+    if OBJECT_STORE in (group.spec.get("rayStartParams") or {}):
+        return todo
+    return f"{todo}, or set {OBJECT_STORE} in rayStartParams: without it Ray takes {OBJECT_STORE_SHARE:.0%} of the pod"
 
 
 def _on_gpu(group: Group, config: Config, rendered: RenderedManifests) -> Told:

@@ -74,7 +74,7 @@ spec:
       replicas: 2
       minReplicas: 2
       maxReplicas: 2
-      rayStartParams: {}
+      rayStartParams: {object-store-memory: "268435456"}
       template:
         metadata: {labels: {app: warmkv, part: replica}}
         spec:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from warmkv.config import Config, ModelConfig, parse
 from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape, config_file
 from warmkv.platform.kubernetes import memory
 from warmkv.policies import memory_plan
-from warmkv.policies.memory_plan import DeviceMemory, MemoryPlan
+from warmkv.policies.memory_plan import DeviceMemory, MemoryPlan, MemoryPlanError
 from warmkv.replicas import device_memory
 from warmkv.replicas.loading.load import load_model
 
@@ -19,6 +22,7 @@ LARGE = ModelShape(
 )
 LIMIT = 3 << 30
 GIB = 1 << 30
+ROOT = Path(__file__).parents[4]
 
 
 def alike(planned: MemoryPlan, real: MemoryPlan, share: float) -> None:
@@ -53,8 +57,22 @@ def test_a_gpu_is_planned_from_its_data_sheet() -> None:
 
 def test_host_memory_is_that_of_the_weights_on_their_way_or_of_the_tiers() -> None:
     config = parse({"prefix_cache": {"host": {"memory_bytes": "20GiB"}}})
-    names = [[line.name for line in memory.host_lines(config, model, 1)] for model in (TINY, LARGE)]
-    assert names == [["node", "process", "host tier", "moving"], ["node", "process", "weights"]]
+    names = [[line.name for line in memory.host_lines(config, model, 1, GIB)] for model in (TINY, LARGE)]
+    assert names == [
+        ["node", "process", "object store", "host tier", "moving"],
+        ["node", "process", "object store", "weights"],
+    ]
     assert memory.pod_memory(config, TINY, 1, True) in range(22 * GIB, 27 * GIB, GIB)
     assert memory.pod_memory(config, TINY, 2, True) > memory.pod_memory(config, TINY, 1, True) + 20 * GIB
     assert memory.pod_memory(Config(), TINY, 2, False) in range(5 * GIB, 8 * GIB, GIB)
+
+
+def test_ray_has_its_object_store_beside_replicas() -> None:
+    """Take it from what replicas without a GPU share, and count what the base sets in pods of a plan."""
+    config = parse({"engine": {"kv_bytes": "1GiB"}, "prefix_cache": {"memory_bytes": "1GiB"}})
+    memory.plan_in_pod(config, TINY, LIMIT, 1).check()
+    with pytest.raises(MemoryPlanError, match="less Ray's object store"):
+        memory.plan_in_pod(config, TINY, LIMIT, 1, GIB).check()
+    base = yaml.safe_load((ROOT / "k8s/base/rayservice.yaml").read_text())
+    (group,) = base["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert group["rayStartParams"]["object-store-memory"] == str(memory.OBJECT_STORE_BYTES)

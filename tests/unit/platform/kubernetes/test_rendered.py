@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from ray._private import ray_constants
 
 from tests.unit.platform.kubernetes.good import Overlay
 from warmkv.platform.kubernetes import fields
-from warmkv.platform.kubernetes.rendered import LARGEST, Group, quantity, read, with_model
+from warmkv.platform.kubernetes.rendered import (
+    LARGEST,
+    OBJECT_STORE_MOST,
+    OBJECT_STORE_SHARE,
+    Group,
+    quantity,
+    read,
+    with_model,
+)
 from warmkv.platform.kubernetes.rules import check
 
 QUANTITIES = {
@@ -58,3 +67,21 @@ def test_a_limit_that_cannot_be_read_is_not_called_missing() -> None:
     overlay.limits["memory"] = "16 gigabytes"
     found = check(with_model(read(overlay.text, fields.known())))
     assert {finding.rule for finding in found} == {"quantities"}
+
+
+def test_the_object_store_is_rays() -> None:
+    """Take what is set, else Ray's default, and no more than /dev/shm has room for."""
+    assert ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION == OBJECT_STORE_SHARE
+    assert ray_constants.DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES == OBJECT_STORE_MOST
+    overlay = Overlay()
+    assert worker(overlay).object_store(16 << 30) == 256 << 20
+    overlay.worker["rayStartParams"] = {}
+    group = worker(overlay)
+    assert group.object_store(10 << 30) == 3 << 30
+    assert group.object_store(1 << 50) == 200 * 10**9
+    assert group.limit_for(7 << 30) == pytest.approx(10 << 30)
+    overlay.pod["volumes"].append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}})
+    overlay.box["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+    group = worker(overlay)
+    assert group.object_store(10 << 30) == 1 << 30
+    assert group.limit_for(7 << 30) == 8 << 30

@@ -162,6 +162,12 @@ def host_tier_too_large(good: Overlay) -> None:
     good.settings["prefix_cache"]["host"]["memory_bytes"] = "20GiB"
 
 
+def object_store_by_default(good: Overlay) -> None:
+    """Leave room for the base's object store, and not for Ray's own."""
+    good.settings["prefix_cache"]["host"]["memory_bytes"] = "11GiB"
+    del good.worker["rayStartParams"]["object-store-memory"]
+
+
 def no_limit(good: Overlay) -> None:
     del good.limits["memory"]
 
@@ -298,6 +304,7 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     ),
     (group_without_gpu, "gpu_workers", GROUPS, "1 GPU (cluster.groups.gpus.cluster.gpus_per_replica)", "set cluster.g"),
     (host_tier_too_large, "memory_fits", f"{BOX}.resources.limits.memory", "host tier 20.00 GiB", "raise it to 23Gi"),
+    (object_store_by_default, "memory_fits", f"{BOX}.res", "needs 18.30 GiB", "to 20Gi or more, or set object-s"),
     (no_limit, "memory_fits", f"{BOX}.resources.limits.memory", "no limit", "16Gi"),
     (slots_beyond_the_gpu, "memory_fits", f"{POD}.nodeSelector", "does not fit its share of an H100-SXM", "lower"),
     (slots_beyond_the_pod, "memory_fits", f"{BOX}.resources.limits.memory", "does not fit", "raise it to"),
