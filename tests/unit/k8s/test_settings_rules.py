@@ -65,6 +65,23 @@ def not_autoscaled(manifests: Manifests) -> None:
         group["replicas"] = 1
 
 
+def prefixed(prefix: str) -> Break:
+    """Set a prefix in the settings, in probes and in the route."""
+
+    def change(manifests: Manifests) -> None:
+        rendered("gateway route_prefix", prefix)(manifests)
+        for group in manifests.workers:
+            command = group["template"]["spec"]["containers"][0]["readinessProbe"]["exec"]["command"]
+            command[2] = command[2].replace("/readyz", f"{prefix}/readyz")
+        routed(f"{prefix}/v1")(manifests)
+
+    return change
+
+
+def routed(path: str, kind: str = "PathPrefix") -> Break:
+    return one(*ROUTE, "spec rules 0 matches 0 path", {"type": kind, "value": path})
+
+
 def of_redis(unavailable: int) -> Break:
     """Make the budget one of Redis' pods, which a StatefulSet counts."""
     chosen = {"maxUnavailable": unavailable, "selector": {"matchLabels": {"app.kubernetes.io/component": "redis"}}}
@@ -92,6 +109,7 @@ LOG = rendered("gateway access_log", "/var/log/warmkv/access.jsonl")
 PACKS = rendered("prefix_cache packs", ["/packs/handbook"])
 WORKER = "workerGroupSpecs[l40s].template.spec.containers[ray-worker]"
 PROBE = "wget -q -O /dev/null http://localhost:9000/readyz"
+READY = "http://localhost:8400/readyz"
 BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
     "another value": (
         edited("cluster drain_seconds", 300),
@@ -179,6 +197,27 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
         "HTTPRoute/warmkv: spec.rules[0]",
         "port 80",
         "8400",
+    ),
+    "a probe without the prefix": (
+        both(prefixed("/llm"), worker(f"{BOX} readinessProbe exec command 2", f"wget {READY}")),
+        "paths",
+        f"{WORKER}.readinessProbe",
+        "it asks for /readyz, and gateways have /llm/readyz (gateway.route_prefix)",
+        "let it ask for /llm/readyz",
+    ),
+    "a route without the prefix": (
+        both(prefixed("/llm"), routed("/v1")),
+        "paths",
+        "HTTPRoute/warmkv: spec.rules[0].matches[0].path",
+        "it leads /v1 to gateways, which have /llm/v1",
+        "set it to /llm/v1",
+    ),
+    "a prefix of the route alone": (
+        routed("/llm/v1"),
+        "paths",
+        "HTTPRoute/warmkv: spec.rules[0].matches[0].path",
+        "it leads /llm/v1 to gateways, which have /v1",
+        "set it to /v1",
     ),
     "a slow answer": (
         rendered("gateway request_timeout_seconds", 1200),
@@ -302,6 +341,17 @@ FINE: dict[str, Break] = {
     "the same in other words": edited("prefix_cache host memory_bytes", 32 << 30),
     "no settings file": without(*MAP),
     "a service port of its own": both(service(f"{PORT} port", 80), one(*ROUTE, "spec rules 0 backendRefs 0 port", 80)),
+    "a prefix everywhere": prefixed("/llm"),
+    "a prefix that Ray has, too": prefixed("/api"),
+    "a route that rewrites": both(
+        prefixed("/llm"),
+        routed("/v1"),
+        one(*ROUTE, "spec rules 0 filters", [{"type": "URLRewrite", "urlRewrite": {"path": {}}}]),
+    ),
+    "a route of everything": one(*ROUTE, "spec rules 0 matches 0", {}),
+    "a route above the prefix": both(prefixed("/llm"), routed("/llm/")),
+    "a route of one API": routed("/v1/messages", "Exact"),
+    "a route by an expression": routed("/v[1]/.*", "RegularExpression"),
     "a route without a limit": one(*ROUTE, "spec rules 0 timeouts", {"request": "0s"}),
     "another service's route": both(
         one(*ROUTE, "spec rules 0 backendRefs 0 name", "other"), one(*ROUTE, "spec rules 0 timeouts request", "1s")

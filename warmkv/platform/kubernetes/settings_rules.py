@@ -28,11 +28,13 @@ from warmkv.platform.kubernetes.rendered import (
 SETTINGS_KEY = "warmkv.yaml"
 SERVE_PORT = "serve"  # the name that KubeRay and the manifests give to the gateways' port
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
-PROBED = ("healthz", "readyz")  # what a gateway answers, behind its prefix
+PROBED = ("/healthz", "/readyz")  # what a gateway answers, behind its prefix
+SERVED = ("/v1", "/console", "/health", "/openapi.json", *PROBED)
 PROBED_AT_THE_PROXY = "/-/healthz"
+PROBED_AT_RAY = "/api/healthz"  # of its agents, at a port of theirs
 OPERATORS_LABELS = "ray.io/"  # that KubeRay gives to pods, and templates do not have
 NODE_TYPE, GROUP = f"{OPERATORS_LABELS}node-type", f"{OPERATORS_LABELS}group"
-_URL = re.compile(r"https?://(?:[\w.-]+|\[[0-9a-f:]+\])(?::(\d+))?(/[^\s'\"]*)")
+_URL = re.compile(r"https?://(?:[\w.-]+|\[[0-9a-f:]+\])(?::(\d+))?(/[^\s'\"?;&|)]*)")
 _PART = re.compile(r"(\d+)(h|ms|m|s)")
 _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 
@@ -110,7 +112,7 @@ def ports(rendered: RenderedManifests) -> Told:
                     todo = f"set containerPort to {port}, or gateway.port to {number}, and render again"
                     yield f"{group.where}.ports[{SERVE_PORT}]", f"the port is {number}, and {listens}", todo
             for probe in PROBES:
-                for asked in sorted(set(_probed(group, probe, config.gateway.route_prefix))):
+                for asked in sorted({asked for asked, _ in _probed(group, probe, port)}):
                     if asked != port:
                         what = f"it asks port {asked}, and {listens}: the pod would never pass"
                         yield f"{group.where}.{probe}", what, f"let it ask port {port}"
@@ -140,6 +142,52 @@ def _service_ports(rendered: RenderedManifests, service: RenderedService, port: 
             if backend.get("name") == _client_service(service) and backend.get("port") not in open_ports:
                 what = f"it leads to port {backend.get('port')} of {backend['name']}, which does not have it"
                 yield f"{place}.backendRefs", what, f"there are {', '.join(map(str, open_ports))}"
+
+
+def paths(rendered: RenderedManifests) -> Told:
+    """Find probes and routes that ask gateways for what they do not have, as without `gateway.route_prefix`."""
+    for service, config in rendered.configured:
+        prefix = config.gateway.route_prefix.rstrip("/")
+        for group in service.groups:
+            for probe in PROBES:
+                for path in sorted({path for _, path in _probed(group, probe, config.gateway.port)}):
+                    right = f"{prefix}/{path.rpartition('/')[2]}"
+                    if path not in (right, PROBED_AT_THE_PROXY):
+                        what = f"it asks for {path}, and gateways have {right} (gateway.route_prefix): it never passes"
+                        yield f"{group.where}.{probe}", what, f"let it ask for {right}"
+        for place, rule in _routed(rendered, service):
+            if _rewrites(rule):
+                continue
+            for number, match in enumerate(_mappings(rule.get("matches"))):
+                matched = mapping(match.get("path"))
+                if not _is_served(matched, prefix):
+                    what = (
+                        f"it leads {matched.get('value')} to gateways, which have {prefix}/v1 (gateway.route_prefix): "
+                        "clients would get 404"
+                    )
+                    todo = f"set it to {prefix}/v1, or rewrite the path by a filter"
+                    yield f"{place}.matches[{number}].path", what, todo
+
+
+def _rewrites(rule: Object) -> bool:
+    """Return True if a filter of a route's rule may change the path."""
+    filters = _mappings(rule.get("filters"))
+    for backend in _mappings(rule.get("backendRefs")):
+        filters += _mappings(backend.get("filters"))
+    return any(one.get("type") == "ExtensionRef" or "path" in mapping(one.get("urlRewrite")) for one in filters)
+
+
+def _is_served(matched: Object, prefix: str) -> bool:
+    """Return True if some of the requests that a route matches are for what gateways have."""
+    kind, value = matched.get("type", "PathPrefix"), str(matched.get("value", "/")).rstrip("/")
+    if kind == "RegularExpression":
+        return True
+    served = [f"{prefix}{name}" for name in SERVED]
+    return any(_is_below(value, one) or (kind == "PathPrefix" and _is_below(one, value)) for one in served)
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}/")
 
 
 def route_timeouts(rendered: RenderedManifests) -> Told:
@@ -186,20 +234,23 @@ def _ports(group: Group) -> dict[int, str]:
     return {entry.get("containerPort", 0): entry.get("name", "") for entry in group.box.get("ports") or ()}
 
 
-def _probed(group: Group, probe: str, prefix: str) -> Iterator[int]:
-    """Yield the ports at which a probe asks a gateway, or Serve's proxy."""
-    paths = {PROBED_AT_THE_PROXY, *(f"{prefix.rstrip('/')}/{name}" for name in PROBED)}
-    asked = mapping(group.box.get(probe))
-    http = mapping(asked.get("httpGet"))
-    if http.get("path") in paths:
-        numbers = {name: number for number, name in _ports(group).items()}
+def _probed(group: Group, probe: str, gateways: int) -> Iterator[tuple[int, str]]:
+    """Yield the port and the path of each request of a probe that is meant for a gateway, or for Serve's proxy."""
+    for port, path in _requests(mapping(group.box.get(probe)), _ports(group)):
+        if path.endswith(PROBED) and (path != PROBED_AT_RAY or port == gateways):
+            yield port, path
+
+
+def _requests(probe: Object, ports: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """Yield the port and the path of each HTTP request of a probe, also of those in its command."""
+    if http := mapping(probe.get("httpGet")):
+        numbers = {name: number for number, name in ports.items()}
         port = str(numbers.get(http.get("port", ""), http.get("port")))
         if port.isdigit():
-            yield int(port)
-    for word in mapping(asked.get("exec")).get("command") or ():
+            yield int(port), str(http.get("path", "/"))
+    for word in mapping(probe.get("exec")).get("command") or ():
         for port, path in _URL.findall(str(word)):
-            if path in paths:
-                yield int(port or 80)
+            yield int(port or 80), path
 
 
 # --- ends and evictions
@@ -302,6 +353,7 @@ def _mappings(value: object) -> list[Object]:
 SETTINGS_RULES: tuple[Rule, ...] = (
     settings_file,
     ports,
+    paths,
     route_timeouts,
     written_files,
     read_files,
