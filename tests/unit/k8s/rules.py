@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tests.unit.k8s.manifests import Manifests, Object, amount
+from tests.unit.k8s.network_rules import a_gateway_is_let_through, traffic_is_listed
 from warmkv.platform.document import NOT_ON_THE_HEAD
 from warmkv.platform.drain import seconds_to_drain
 from warmkv.platform.tenants import SALT_ENV
@@ -357,17 +358,6 @@ def workers_get_the_processor(manifests: Manifests) -> Iterator[str]:
             yield f"{name} leaves replicas the time that others leave"
 
 
-def traffic_is_listed(manifests: Manifests) -> Iterator[str]:
-    """Where there are network policies, one denies everything, and no other lets in whoever comes."""
-    policies = {policy["metadata"]["name"]: policy["spec"] for policy in manifests.kind("NetworkPolicy")}
-    deny = {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
-    if deny not in policies.values():
-        yield "what no policy names is let through"
-    for name, spec in policies.items():
-        if any("from" not in rule for rule in spec.get("ingress", ())):
-            yield f"{name} lets everybody in"
-
-
 def upgrades_step_by_step_only_with_what_it_needs(manifests: Manifests) -> Iterator[str]:
     strategy = manifests.service["spec"].get("upgradeStrategy", {})
     if strategy.get("type") != "NewClusterWithIncrementalUpgrade":
@@ -407,7 +397,7 @@ EVERYWHERE: tuple[Rule, ...] = (
     upgrades_step_by_step_only_with_what_it_needs,
 )
 FOR_TENANTS: tuple[Rule, ...] = (tenants_are_known,)
-IN_PRODUCTION: tuple[Rule, ...] = (keeps_its_share, traffic_is_listed)
+IN_PRODUCTION: tuple[Rule, ...] = (keeps_its_share, traffic_is_listed, a_gateway_is_let_through)
 RULES = {
     "demo": EVERYWHERE,
     "single-gpu": EVERYWHERE + FOR_TENANTS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.unit.k8s import rules
+from tests.unit.k8s import network_rules, rules
 from tests.unit.k8s.manifests import OVERLAYS, Manifests, overlay
 from tests.unit.k8s.rules import Rule
 
@@ -140,8 +140,13 @@ BREAKS: list[tuple[Rule, Callable[[Manifests], None]]] = [
     (rules.keeps_its_share, without("ResourceQuota", "warmkv")),
     (rules.keeps_its_share, without("LimitRange", "warmkv")),
     (rules.keeps_its_share, lambda manifests: at("maxReplicas", 5)(manifests.workers[0])),
-    (rules.traffic_is_listed, without("NetworkPolicy", "warmkv-deny")),
-    (rules.traffic_is_listed, one("NetworkPolicy", "warmkv-clients", "spec ingress 0 from")),
+    (network_rules.traffic_is_listed, without("NetworkPolicy", "warmkv-deny")),
+    (network_rules.traffic_is_listed, one("NetworkPolicy", "warmkv-clients", "spec ingress 0 from")),
+    (network_rules.a_gateway_is_let_through, without("NetworkPolicy", "warmkv-gateway")),
+    (network_rules.a_gateway_is_let_through, one("NetworkPolicy", "warmkv-gateway", "spec egress 0")),
+    (network_rules.a_gateway_is_let_through, one("NetworkPolicy", "warmkv-gateway", "spec egress 1")),
+    (network_rules.a_gateway_is_let_through, one("NetworkPolicy", "warmkv-clients", "spec ingress 0 from 1")),
+    (network_rules.a_gateway_is_let_through, one("Gateway", "warmkv", "spec listeners 0 port", 8443)),
     (rules.versions_are_pinned, worker(f"{BOX} image", "warmkv:latest")),
     (rules.versions_are_pinned, head("initContainers 0 image", "warmkv")),
     (rules.versions_are_pinned, setting("model revision", "main")),
