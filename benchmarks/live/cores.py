@@ -22,7 +22,7 @@ class QuotaError(Exception):
 
 @contextmanager
 def held_to(cores: float, pids: Iterable[int]) -> Iterator[None]:
-    """Bind each process with all its threads to so many cores, until the block ends.
+    """Bind each process, with all its threads and all that it has started, to so many cores, until the block ends.
 
     Raises QuotaError where control groups cannot be made: it takes root, and a container that allows it.
     """
@@ -35,7 +35,9 @@ def held_to(cores: float, pids: Iterable[int]) -> Iterator[None]:
                 group.mkdir()
                 made.append(group)
                 _limit(group, round(cores * PERIOD_MICROSECONDS))
-                (group / "cgroup.procs").write_text(str(pid))
+                for each in _family(pid):
+                    with suppress(ProcessLookupError):  # it has ended
+                        (group / "cgroup.procs").write_text(str(each))
         except OSError as error:
             raise QuotaError(f"no CPU quotas here: {error}") from error
         yield
@@ -52,6 +54,15 @@ def _root() -> Path:
         (_GROUPS / "cgroup.subtree_control").write_text("+cpu")
         return _GROUPS
     raise FileNotFoundError(f"{_GROUPS} has no controller of processors")
+
+
+def _family(pid: int) -> Iterator[int]:
+    """Yield a process and all that descend from it: vLLM's core computes in one of its own."""
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError):  # a thread that has ended
+            for child in children.read_text().split():
+                yield from _family(int(child))
 
 
 def _limit(group: Path, quota: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +25,12 @@ from warmkv.simulator.studies.replays.replay import run
 from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.workload import access_log
 
-CONTESTANTS = ("prefix_cost", "power_of_two", "affinity")
+CONTESTANTS = {"warmkv": ("prefix_cost", "power_of_two", "affinity"), "vllm": ("prefix_cost", "affinity")}
+"""By the engine: vLLM's replicas are two processes each, and those of three services do not fit beside each other."""
+
 REPLICAS = 4
+BLOCK = 32  # vLLM's on a CPU, or a multiple of it
+MEMORY = 32 << 20  # bytes of a replica's prefix cache: 11,000 tokens of the shipped model
 AT_ONCE = StepCost(1e-9, 0.0, 0.0)
 TRAFFIC = Traffic(
     sessions=120,
@@ -38,26 +43,28 @@ TRAFFIC = Traffic(
     answer_tokens=(4, 8),
 )
 HOTTEST = 0.5
+KINDS = {
+    "zipf": TRAFFIC,
+    "hot": replace(TRAFFIC, hottest=HOTTEST),
+    "pressure": replace(TRAFFIC, sessions=300, prompts=120, rate=1.8),  # three times what all replicas hold
+}
 SLICE = 40  # sessions that a service is asked before it is the next one's turn
 
 
-def race(repeats: int, seed: int, cores: float, quick: bool, results: Results, say: Callable[[str], None]) -> None:
+def race(
+    repeats: int, seed: int, cores: float, engine: str, quick: bool, results: Results, say: Callable[[str], None]
+) -> None:
     """Every contestant with each kind of traffic, new services in each repeat.
 
     A machine is not as fast at all times, so the services are up side by side, and are asked a slice of the sessions in
     turns, one service at a time. Each replica is held to its `cores` if they are not 0 and the machine allows quotas.
     """
-    traffic = replace(TRAFFIC, sessions=6, rate=2.0) if quick else TRAFFIC
     for repeat in range(repeats):
         say(f"repeat {repeat + 1} of {repeats}")
-        kinds = {
-            "zipf": replace(traffic, seed=seed + repeat),
-            "hot": replace(traffic, seed=seed + repeat, hottest=HOTTEST),
-        }
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             key = secrets.token_urlsafe(32)
-            services = stack.enter_context(_services(Path(folder), key))
+            services = stack.enter_context(_services(engine, Path(folder), key))
             if cores:
                 pids = [replica["pid"] for service in services for replica in replicas(service.url, key).values()]
                 try:
@@ -65,8 +72,9 @@ def race(repeats: int, seed: int, cores: float, quick: bool, results: Results, s
                 except QuotaError as error:
                     results.note(f"all replicas share the machine's cores: {error}")
                     cores = 0.0  # in the next repeat as well
-            for kind, own in kinds.items():
-                _ask(services, kind, own, repeat, results, say)
+            for kind, traffic in KINDS.items():
+                shape = replace(traffic, sessions=6, rate=2.0) if quick else traffic
+                _ask(services, kind, replace(shape, seed=seed + repeat), repeat, results, say)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +92,27 @@ class Service:
 
 
 @contextmanager
-def _services(folder: Path, operator_key: str) -> Iterator[list[Service]]:
-    """Yield all contestants, each an application of its own."""
+def _services(engine: str, folder: Path, operator_key: str) -> Iterator[list[Service]]:
+    """Yield all contestants over an engine, each an application of its own."""
     import ray
     from ray import serve
 
     from benchmarks.routing.peers import parts
     from warmkv.platform.application import assembled
 
-    first = with_port(parse({"cluster": {"replicas": len(CONTESTANTS) * REPLICAS}, "gateway": {"port": 0}}))
+    contestants = CONTESTANTS[engine]
+    first = with_port(parse({"cluster": {"replicas": len(contestants) * REPLICAS}, "gateway": {"port": 0}}))
     host, port = first.gateway.host, first.gateway.port
     start_ray(first)
     try:
         serve.start(http_options={"host": host, "port": port})
         found = []
-        for name in CONTESTANTS:
+        for name in contestants:
             application = name.replace("_", "-")
             config = parse(
                 {
                     "cluster": {"replicas": REPLICAS, "application": application},
-                    "engine": {"threads": 1},
-                    "prefix_cache": {"memory_bytes": "32MiB"},
+                    **_room(engine),
                     "gateway": {"host": host, "port": port, "access_log": str(folder / f"{name}.jsonl")},
                 }
             )
@@ -116,6 +124,16 @@ def _services(folder: Path, operator_key: str) -> Iterator[list[Service]]:
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def _room(engine: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of replicas that keep MEMORY bytes of prefixes; vLLM has one pool for these and what runs."""
+    if engine == "warmkv":
+        return {"engine": {"threads": 1}, "prefix_cache": {"memory_bytes": MEMORY}}
+    return {
+        "engine": {"kind": engine, "threads": 1, "kv_bytes": MEMORY // 2},
+        "prefix_cache": {"memory_bytes": MEMORY // 2, "block_size": BLOCK},
+    }
 
 
 def _ask(
@@ -148,10 +166,11 @@ def _ask(
         results.add(f"{label}_hit_rate", rate)
         results.add(f"{label}_hit_rate_of_ideal", rate / ideal)
         say(f"{label}: hit rate {rate:.3f}, ideal {ideal:.3f}")
-    ours, *peers = (ttfts[name] for name in CONTESTANTS)
-    for name, theirs in zip(CONTESTANTS[1:], peers, strict=True):
-        pairs = [seconds / theirs[request] for request, seconds in ours.items()]
-        results.add(f"ttft_paired_vs_{name}_{kind}", float(np.median(pairs)))
+    ours = services[0]
+    for peer in services[1:]:
+        theirs = ttfts[peer.name]
+        pairs = [seconds / theirs[request] for request, seconds in ttfts[ours.name].items()]
+        results.add(f"ttft_paired_vs_{peer.name}_{kind}", float(np.median(pairs)))
 
 
 def _records(service: Service) -> Sequence[RequestRecord]:
@@ -165,11 +184,13 @@ def hit_rate(records: Sequence[RequestRecord]) -> float:
 
 def ideal_hit_rate(records: Sequence[RequestRecord], config: Config) -> float:
     """Return the hit rate of one cache as large as all replicas' together, into which every prompt comes at once."""
-    memory = config.prefix_cache.memory_bytes * config.cluster.replicas
+    replicas, engine, cache = config.cluster.replicas, config.engine, config.prefix_cache
+    slots = engine.kv_bytes if isinstance(engine.kv_bytes, str) else engine.kv_bytes * replicas
     one = config.model_copy(
         update={
             "cluster": config.cluster.model_copy(update={"replicas": 1}),
-            "prefix_cache": config.prefix_cache.model_copy(update={"memory_bytes": memory}),
+            "engine": engine.model_copy(update={"kv_bytes": slots}),
+            "prefix_cache": cache.model_copy(update={"memory_bytes": cache.memory_bytes * replicas}),
         }
     )
     jobs = run(records, one, Variant(), AT_ONCE).jobs
