@@ -35,9 +35,10 @@ def held_to(cores: float, pids: Iterable[int]) -> Iterator[None]:
                 group.mkdir()
                 made.append(group)
                 _limit(group, round(cores * PERIOD_MICROSECONDS))
-                for each in _family(pid):
+                (group / "cgroup.procs").write_text(str(pid))
+                for other in _descendants(pid):
                     with suppress(ProcessLookupError):  # it has ended
-                        (group / "cgroup.procs").write_text(str(each))
+                        (group / "cgroup.procs").write_text(str(other))
         except OSError as error:
             raise QuotaError(f"no CPU quotas here: {error}") from error
         yield
@@ -56,13 +57,13 @@ def _root() -> Path:
     raise FileNotFoundError(f"{_GROUPS} has no controller of processors")
 
 
-def _family(pid: int) -> Iterator[int]:
-    """Yield a process and all that descend from it: vLLM's core computes in one of its own."""
-    yield pid
+def _descendants(pid: int) -> Iterator[int]:
+    """Yield what a process has started, and what that has: vLLM computes in processes of its own."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(FileNotFoundError):  # a thread that has ended
             for child in children.read_text().split():
-                yield from _family(int(child))
+                yield int(child)
+                yield from _descendants(int(child))
 
 
 def _limit(group: Path, quota: int) -> None:

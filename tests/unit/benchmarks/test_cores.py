@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live.cores import QuotaError, held_to
+from tests.polling import until
 
 
 @pytest.fixture
@@ -43,6 +44,17 @@ def test_a_process_is_held_to_its_share_until_the_end(process: int):
         assert [limit[0] for limit in limits] == ["2500"]
     assert groups(process) == before
     assert not list(Path("/sys/fs/cgroup").glob(f"**/{name}"))
+
+
+def test_what_a_process_has_started_is_held_with_it(process: int):
+    before = groups(process)
+    with subprocess.Popen(["sh", "-c", "cat; :"], stdin=subprocess.PIPE) as shell:
+        listed = Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
+        child = until(lambda: listed.read_text().split(), "the shell has started its child")[0]
+        with held_to(0.25, [shell.pid]):
+            assert groups(int(child)) == groups(shell.pid) != before
+        assert shell.stdin is not None
+        shell.stdin.close()
 
 
 def test_a_process_that_is_gone_is_told_and_nothing_stays(process: int):
