@@ -120,7 +120,7 @@ def penalize(processors: Items[LogitsProcessor], logits: Tensor) -> Tensor:
     """Return logits [n, vocabulary] with the penalties of each row.
 
     Repetition divides positive logits of tokens that occurred and multiplies negative ones (Keskar et al., 2019);
-    frequency is subtracted for each time that the answer has a token, presence once.
+    frequency is subtracted for each time that the answer has a token, presence once. Finite logits stay finite.
     """
     device = logits.device
     counts = torch.zeros_like(logits)
@@ -132,7 +132,10 @@ def penalize(processors: Items[LogitsProcessor], logits: Tensor) -> Tensor:
     sampling = [one.sampling for one in processors]
     parameters = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in sampling]
     repetition, frequency, presence = torch.tensor(parameters, device=device, dtype=torch.float32).T[:, :, None]
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    # A tiny penalty is zero in float32, by which -inf of a banned token would become NaN; quotients may overflow.
+    finite = torch.finfo(torch.float32)
+    repetition = repetition.clamp_min(finite.tiny)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition).clamp_max(finite.max)
     penalized: Tensor = torch.where(occurred, repeated, logits) - frequency * counts - presence * (counts > 0)
     return penalized
 

@@ -196,7 +196,7 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
     kept = (probabilities > 0) & (probabilities >= least * probabilities.amax(dim=-1, keepdim=True))
     if (branches := draws.branches(size)).bounded:
         mass = torch.where((heat > 0) & (top_p < 1), top_p, ENDLESS)
-        most = torch.where((heat > 0) & (top_k > 0), top_k, size).long().clamp_max(size)
+        most = torch.where((heat > 0) & (top_k > 0), top_k, size).clamp_max(size).long()
         kept &= _most_probable(probabilities, mass, most, branches)
     cumulative = torch.where(kept, probabilities, 0).cumsum(dim=-1, dtype=torch.float64)
     reached = torch.where(kept, cumulative, 0)

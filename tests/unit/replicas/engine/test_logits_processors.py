@@ -92,6 +92,16 @@ def test_each_row_is_changed_by_its_own_request_as_defined(rows):
         assert processed([row])[0] == changed  # bit for bit, whoever shares the step
 
 
+@pytest.mark.parametrize("penalty", [1e-39, 1e-300])
+def test_logits_stay_finite_under_a_tiny_repetition_penalty(penalty):
+    """It is zero in float32, or a quotient by it infinite; tokens of the prompt may be banned, too."""
+    parameters = {"repetition_penalty": penalty, "min_tokens": 1}
+    (changed,) = processed([([5.0] * (TOKENS - 1) + [-5.0], parameters, [2, EOS], [], None)])
+    assert changed[EOS] == -math.inf
+    assert max(changed) == changed[2] < math.inf
+    assert changed[:2] == [5.0, 5.0]
+
+
 def test_the_probability_of_every_token_left_is_at_least_min_p_of_the_highest():
     logits, rows = torch.tensor([2.0, 1.9, 1.0, 0.0, -3.0]), 4000
     for temperature, min_p in ((1.0, 0.3), (0.5, 0.3), (1.0, 0.95), (1.0, 1.0)):

@@ -136,6 +136,7 @@ def test_a_tiny_temperature_is_greedy():
         (1.0, 2, [-math.inf, 1.0, 2.0, -math.inf]),
         (0.8, 0, [-math.inf, 1.0, 2.0, -math.inf]),
         (0.6, 3, [-math.inf, -math.inf, 2.0, -math.inf]),
+        (0.8, 2**63 - 1, [-math.inf, 1.0, 2.0, -math.inf]),
     ],
 )
 def test_frequencies_are_the_probabilities(top_p, top_k, expected):

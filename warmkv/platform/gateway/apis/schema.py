@@ -26,6 +26,7 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(max_length=16)]
 
 LONGEST_POLICY = 1000
+MOST_TOP_K = 2**31 - 1  # no vocabulary has more tokens; larger numbers do not fit into those of an engine
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 

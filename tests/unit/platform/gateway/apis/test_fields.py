@@ -209,6 +209,13 @@ def test_a_prompt_cache_key_names_a_session_of_its_tenant(tmp_path):
     assert not any("x-warmkv-ignored" in exchange.headers for exchange in exchanges)
 
 
+@pytest.mark.parametrize("path", [MESSAGES, CHAT])
+def test_a_top_k_beyond_all_vocabularies_is_a_number_of_the_engine(tmp_path, path):
+    gateway, exchanges = ask(tmp_path, (), (path, {"top_k": 10**400}), (path, {"top_k": 40}))
+    assert [exchange.status for exchange in exchanges] == [200, 200]
+    assert [request.sampling.top_k for request in gateway.asked] == [2**31 - 1, 40]
+
+
 def test_headers_of_agents_name_a_session_before_the_body_does(tmp_path):
     async def run():
         gateway = Asked(tmp_path)

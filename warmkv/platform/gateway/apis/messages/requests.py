@@ -20,7 +20,7 @@ from warmkv.platform.gateway.apis.messages.content import (
 )
 from warmkv.platform.gateway.apis.messages.context_edits import ContextManagement
 from warmkv.platform.gateway.apis.messages.turns import MessageReading, mark_last
-from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
+from warmkv.platform.gateway.apis.schema import MOST_TOP_K, Body, Items, WarmkvOptions
 from warmkv.platform.gateway.apis.structured import OutputFormat, Wanted
 from warmkv.platform.gateway.apis.turns import Turn
 from warmkv.prefixes import breakpoints
@@ -149,7 +149,7 @@ class MessagesRequest(CountRequest):
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=self.top_k,
+            top_k=min(self.top_k, MOST_TOP_K),
             seed=seed,
             stop=tuple(self.stop_sequences),
             ignore_eos=self.options.ignore_eos,

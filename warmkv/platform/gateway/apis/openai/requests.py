@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.openai import chat
 from warmkv.platform.gateway.apis.openai.chat import AllowedChoice, ChatMessage, ChatTool, NamedChoice, ToolChoice
-from warmkv.platform.gateway.apis.schema import Body, Items, TemplateVariables, WarmkvOptions
+from warmkv.platform.gateway.apis.schema import MOST_TOP_K, Body, Items, TemplateVariables, WarmkvOptions
 from warmkv.platform.gateway.apis.structured import StructuredFields
 from warmkv.platform.gateway.apis.turns import Turn
 from warmkv.replicas.protocol import SamplingParams
@@ -98,7 +98,7 @@ class CompletionBody(StructuredFields):
             max_tokens=default_tokens if self.token_limit is None else self.token_limit,
             temperature=self.temperature,
             top_p=self.top_p,
-            top_k=max(self.top_k, 0),
+            top_k=min(max(self.top_k, 0), MOST_TOP_K),
             seed=(seed if self.seed is None else self.seed) % 2**63,
             stop=tuple(stop),
             ignore_eos=self.options.ignore_eos,
