@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from warmkv.platform.gateway.apis.chat_parsing.format import ExpectedResponse
@@ -23,7 +32,19 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first fault alone is told: each costs pydantic a kilobyte."""
 
-TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(max_length=16)]
+
+def at_most(most: int) -> BeforeValidator:
+    """Refuse objects with more entries before these are validated: pydantic tells all faults, each of a kilobyte."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"at most {most} entries, not {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+TemplateVariables = Annotated[dict[str, bool | int | float | str | None], at_most(16)]
 
 LONGEST_POLICY = 1000
 MOST_TOP_K = 2**31 - 1  # no vocabulary has more tokens; larger numbers do not fit into those of an engine

@@ -21,6 +21,7 @@ from warmkv.config import GatewayConfig
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages.requests import MessagesRequest
 from warmkv.platform.gateway.apis.openai.requests import ChatRequest
+from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
 from warmkv.platform.gateway.apis.schema import parse
 from warmkv.platform.gateway.apis.tokens import SLICE, Piece, slices
 from warmkv.platform.gateway.intake import body as intake_body
@@ -108,7 +109,7 @@ def test_values_are_counted_as_far_as_the_limit(monkeypatch):
     assert sum(counted[1:]) < 20_000
 
 
-@pytest.mark.parametrize("model", [MessagesRequest, ChatRequest])
+@pytest.mark.parametrize("model", [MessagesRequest, ChatRequest, ResponsesRequest])
 @pytest.mark.parametrize(
     "body",
     [
@@ -117,6 +118,9 @@ def test_values_are_counted_as_far_as_the_limit(monkeypatch):
         {f"unknown{number}": 0 for number in range(20_000)},
         {"messages": [{"role": "user", "content": "x", **{f"unknown{number}": 0 for number in range(20_000)}}]},
         {"logit_bias": {f"{number}": "x" for number in range(20_000)}},
+        {"metadata": {f"{number}": [] for number in range(20_000)}},
+        {"chat_template_kwargs": {f"{number}": [] for number in range(20_000)}},
+        {"warmkv": {"chat_template_kwargs": {f"{number}": [] for number in range(20_000)}}},
         {"warmkv": {"policy": {f"knob{number}": 0 for number in range(20_000)}}},
         {"warmkv": {"policy": "snapkv" * 20_000}},
         {"model": "x" * 100_000, "tools": [{"name": "a" * 100_000}]},
@@ -134,6 +138,16 @@ def test_a_refusal_costs_little_however_many_faults_there_are(model, body):
         tracemalloc.stop()
     assert caught.value.status == 400
     assert len(caught.value.message) <= 1000
+
+
+@pytest.mark.parametrize("field", ["metadata", "chat_template_kwargs"])
+def test_an_object_of_16_entries_is_taken_and_one_of_17_refused(field):
+    model, said = (ResponsesRequest, {"input": "x"}) if field == "metadata" else (ChatRequest, {"messages": [SAID]})
+    body = {"model": "tiny", **said, field: {f"{number}": "x" for number in range(16)}}
+    assert len(getattr(parse(json.dumps(body).encode(), model, DEFAULT), field)) == 16
+    body[field]["more"] = "x"
+    with pytest.raises(ApiError, match=f"{field}: at most 16 entries, not 17"):
+        parse(json.dumps(body).encode(), model, DEFAULT)
 
 
 def test_the_first_unknown_field_is_the_one_that_is_named():

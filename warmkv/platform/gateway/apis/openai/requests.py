@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.openai import chat
 from warmkv.platform.gateway.apis.openai.chat import AllowedChoice, ChatMessage, ChatTool, NamedChoice, ToolChoice
-from warmkv.platform.gateway.apis.schema import MOST_TOP_K, Body, Items, TemplateVariables, WarmkvOptions
+from warmkv.platform.gateway.apis.schema import MOST_TOP_K, Body, Items, TemplateVariables, WarmkvOptions, at_most
 from warmkv.platform.gateway.apis.structured import StructuredFields
 from warmkv.platform.gateway.apis.turns import Turn
 from warmkv.replicas.protocol import SamplingParams
@@ -55,7 +55,7 @@ class CompletionBody(StructuredFields):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=2)
-    logit_bias: dict[TokenId, Bias] = Field({})
+    logit_bias: Annotated[dict[TokenId, Bias], at_most(MOST_BIASES)] = Field({})
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | Items[str] | None = None
     stop_token_ids: Items[TokenId] = Field([], max_length=MOST_BIASES)
@@ -67,14 +67,6 @@ class CompletionBody(StructuredFields):
     stream_options: StreamOptions | None = None
     prompt_cache_key: str = ""  # names the session, for routing
     warmkv: WarmkvOptions = Field(default_factory=WarmkvOptions)  # a default that is a model would be copied
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _few_biases(cls, value: Any) -> Any:
-        """Refuse too many at once: the fault of each would cost a kilobyte."""
-        if isinstance(value, dict) and len(value) > MOST_BIASES:
-            raise ValueError(f"at most {MOST_BIASES} tokens, not {len(value)}")
-        return value
 
     @model_validator(mode="after")
     def _check_together(self) -> CompletionBody:

@@ -13,7 +13,7 @@ from warmkv.platform.gateway.apis.errors import ApiError, from_validation, inval
 from warmkv.platform.gateway.apis.openai.requests import MOST_LOGPROBS, ChatRequest
 from warmkv.platform.gateway.apis.responses.store import Item
 from warmkv.platform.gateway.apis.responses.tools import chat_tools, qualified
-from warmkv.platform.gateway.apis.schema import Body, FieldsLeftOut, Items, TextContent, WarmkvOptions
+from warmkv.platform.gateway.apis.schema import Body, FieldsLeftOut, Items, TextContent, WarmkvOptions, at_most
 
 OWN_TERMS = (  # for the places of the same request in chat completions
     (r"messages\.\d+\.tool_calls\.\d+\.function", "input: function_call"),
@@ -112,7 +112,7 @@ class ResponsesRequest(Body):
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     store: bool = True
-    metadata: dict[str, str] = Field({})
+    metadata: Annotated[dict[str, str], at_most(16)] = Field({})  # as OpenAI has it
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
     tools: Items[dict[str, Any]] = Field([])
