@@ -207,11 +207,50 @@ def test_cuts_at_every_character_change_nothing(family, text, parts):
 
 @pytest.mark.parametrize(("family", "text", "parts"), EXAMPLES)
 def test_transformers_finds_the_same_calls(family, text, parts):
+    """Compare where no string of JSON has another type by the schema, which transformers would give it."""
     message = parse_response(text, loaded(family), prefix="", tools=TOOLS)
     values = itertools.chain(*(value for field, value in message.items() if field.startswith("tool_calls")))
     functions = [value["function"] for value in values]
     ours = [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)]
     assert [(f["name"], f.get("arguments", f.get("parameters", {}))) for f in functions] == ours
+
+
+EITHER = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "times": {"type": ["string", "integer"]},
+                    "word": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                },
+            },
+        },
+    }
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"times": "0042", "word": "None"}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"times": "0042", "word": "None"}}]'),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"times": "0042", "word": "None"}'),
+        ("glm4", 'add\n{"times": "0042", "word": "None"}'),
+        ("llama3", '{"name": "add", "parameters": {"times": "0042", "word": "None"}}'),
+        ("gemma3", '```json\n{"name": "add", "parameters": {"times": "0042", "word": "None"}}\n```'),
+        ("gpt_oss", '<|channel|>commentary to=functions.add<|message|>{"times": "0042", "word": "None"}<|call|>'),
+        (
+            "function_gemma",
+            "<start_function_call>call:add{times:<escape>0042<escape>,word:<escape>None<escape>}<end_function_call>",
+        ),
+    ],
+)
+def test_a_string_of_json_stays_one_where_the_schema_allows_other_types(family, text):
+    parser = PartParser(loaded(family), "", EITHER, {"add"})
+    assert parser.feed(text) + parser.finish(complete=True) == [call("add", times="0042", word="None")]
 
 
 @pytest.mark.parametrize(("family", "text", "parts"), EXAMPLES)

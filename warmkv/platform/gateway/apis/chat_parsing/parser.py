@@ -147,6 +147,12 @@ class _Regions(ResponseParser):
         if self._current is not None and not _is_call(self._current):
             self._body = ""  # is told already
 
+    def _coerce_tool_calls(self, value: Any) -> Any:
+        """Give arguments that are written as text the types of the schema; JSON says itself which are strings."""
+        if self._spec.fields[self._current].content == "json":
+            return value
+        return super()._coerce_tool_calls(value)
+
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         field = self._spec.fields.get(self._current)
         is_call = field is not None and _is_call(field.name)
