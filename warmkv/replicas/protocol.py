@@ -33,7 +33,10 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """The most tokens that an answer may think: where they are used up, the token that closes thinking is drawn."""
+    """The most tokens that an answer may think: where they are used up, the token that closes thinking is drawn.
+
+    A constraint has the character that is being written end first.
+    """
 
     tokens: int
     opening: int  # token ids

@@ -51,7 +51,7 @@ class LogitsProcessor:
 
     @property
     def forced(self) -> int | None:
-        """Return the only token that may be drawn now: what closes thinking whose budget is used up."""
+        """Return the token that is to be drawn now: what closes thinking whose budget is used up."""
         budget = self.sampling.thinking
         return budget.closing if budget is not None and self.thinks and self.thoughts >= budget.tokens else None
 
@@ -85,8 +85,8 @@ def is_penalized(sampling: SamplingParams) -> bool:
 def process(processors: Items[LogitsProcessor | None], logits: Tensor, masks: Future[Tensor] | None) -> Tensor:
     """Return float32 logits [n, vocabulary] of which each row is changed by its processor, if it has one.
 
-    `masks` are the rows of those with a matcher. In vLLM's order: bias, what may not end yet, penalties; then what ends
-    thinking, and masks.
+    `masks` are the rows of those with a matcher. In vLLM's order: bias, what may not end yet, penalties; then masks,
+    and what ends thinking where they allow it: within a character of several tokens they do not.
     """
     rows = [(row, one) for row, one in enumerate(processors) if one is not None]
     logits = logits.to(torch.float32, copy=True)  # the model's own are needed for log-probabilities
@@ -101,10 +101,10 @@ def process(processors: Items[LogitsProcessor | None], logits: Tensor, masks: Fu
     if penalized := [(row, one) for row, one in rows if is_penalized(one.sampling)]:
         at = torch.tensor([row for row, _ in penalized], device=device)
         logits[at] = penalize([one for _, one in penalized], logits[at])
-    if forced := [(row, token) for row, one in rows if (token := one.forced) is not None]:
-        at, tokens = torch.tensor(forced, device=device).T
-        logits[at] = -torch.inf
-        logits[at, tokens] = 0
+    forced = [(row, token) for row, one in rows if (token := one.forced) is not None]
+    if forced:
+        thinking, closing = torch.tensor(forced, device=device).T
+        logits[thinking, closing] = 0
     if masks is not None:
         masked = [row for row, one in rows if one.matcher is not None]
         forbidden = masks.result()
@@ -113,6 +113,10 @@ def process(processors: Items[LogitsProcessor | None], logits: Tensor, masks: Fu
         else:
             at = torch.tensor(masked, device=device)
             logits[at] = logits[at].masked_fill_(forbidden, -torch.inf)
+    if forced:
+        others = torch.arange(logits.shape[-1], device=device) != closing[:, None]
+        allowed = logits[thinking, closing].isfinite()[:, None]
+        logits[thinking] = logits[thinking].masked_fill_(others & allowed, -torch.inf)
     return logits
 
 

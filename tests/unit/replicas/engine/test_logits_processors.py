@@ -257,3 +257,22 @@ def test_thinking_ends_where_its_budget_is_used_up(models, budget, is_open):
         assert both.run(request, other)[0] == tokens
         assert CLOSE not in both.tokens("other")
     assert ended > 3
+
+
+@pytest.mark.parametrize("others", [(), (None,)])
+def test_a_constraint_has_thinking_end_where_it_allows_that(others):
+    """Within a character of several tokens it does not: the row is drawn from what goes on with it."""
+
+    def changed(banned: list[bool]) -> list[float]:
+        request = make_request([2], thinking=ThinkingBudget(0, 0, 1, is_open=True), min_tokens=1, stop_token_ids=(1,))
+        one = LogitsProcessor.of(request, [EOS], Unmoved())
+        masks: Future[torch.Tensor] = Future()
+        masks.set_result(torch.tensor([banned]))
+        logits = torch.full((1 + len(others), TOKENS), 3.0)
+        first, *rest = process([one, *others], logits, masks).tolist()
+        assert rest == [[3.0] * TOKENS for _ in others]
+        return first
+
+    only = [-math.inf] * TOKENS
+    assert changed([False] * TOKENS) == [*only[:1], 0.0, *only[2:]]
+    assert changed([token != 4 for token in range(TOKENS)]) == [*only[:4], 3.0, *only[5:]]
