@@ -192,12 +192,13 @@ def parse(data: bytes, model: type[B], limits: BodyLimits, left_out: FieldsLeftO
     """
     body_limits.check_bytes(data, limits)
     try:
-        tree = from_json(data)
+        tree = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         if "recursion limit" in str(error):
             raise invalid(f"the body is nested deeper than {body_limits.PARSER_DEPTH}") from None
         raise invalid(f"Invalid JSON: {error}") from None
     body_limits.check_counts(tree, limits)
+    body_limits.check_finite(tree)
     try:
         return model.model_validate(tree, context=left_out)
     except ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,6 +72,23 @@ def check_counts(tree: Any, limits: BodyLimits) -> None:
         characters = sum(len(text) for text in found if isinstance(text, str))
         if characters > limits.stop_characters:
             raise too_many(name, characters, "characters", limits.stop_characters)
+
+
+def check_finite(tree: Any) -> None:
+    """Refuse numbers too large for float64, which were parsed as infinite. Raises ApiError (400).
+
+    Answers that tell what was asked could not be written as JSON.
+    """
+    left = [tree]
+    while left:
+        value = left.pop()
+        kind = type(value)
+        if kind is dict:
+            left += value.values()
+        elif kind is list:
+            left += value
+        elif kind is float and math.isinf(value):
+            raise invalid("Invalid JSON: a number is too large for float64")
 
 
 def outside_strings(data: bytes) -> Iterator[bytes]:

@@ -84,6 +84,17 @@ def nested_object(levels: int) -> Any:
     return {"a": nested(levels)}
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1E+400", "1" + "0" * 400 + ".0"])
+def test_numbers_that_are_not_finite_are_no_json(number):
+    """Answers of the Responses API, which tell the tools, could not be written."""
+    tool = '{"type": "function", "name": "f", "parameters": {"properties": {"x": [0, {"maximum": %s}]}}}'
+    body = '{"model": "tiny", "input": "x", "tools": [' + tool + "]}"
+    with pytest.raises(ApiError, match="Invalid JSON"):
+        parse((body % number).encode(), ResponsesRequest, DEFAULT)
+    for taken in ("1e308", "1e-999", "1" + "0" * 400, '"1e999"'):
+        parse((body % taken).encode(), ResponsesRequest, DEFAULT)
+
+
 def test_text_is_no_structure():
     text = '{[,:]}"\\' * 1000
     said = {**WHOLE, "messages": [{"role": "user", "content": text}]}
