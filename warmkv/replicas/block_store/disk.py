@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST, LOCK, SUFFIX, PART = "manifest.json", "lock", ".safetensors", ".part"
 MOST_FOLDERS = 256  # replicas of one machine that share a path, and folders of other models in it
+# What reading a file raises that is missing, or that has any byte changed.
+_DAMAGED = (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 class BlockFileError(ValueError):
@@ -175,7 +177,7 @@ class Folder:
         """Write a block atomically. Raises OSError, on a full disk for instance; then nothing is left behind."""
         tensors = {str(at): part.contiguous() for at, part in enumerate(packed.parts)}
         text = json.dumps(asdict(header), sort_keys=True)
-        metadata = {"header": text, "checksum": _checksum(text, tensors)}
+        metadata = {"header": text, "header_checksum": _checksum(text, {}), "checksum": _checksum(text, tensors)}
         content = safetensors.torch.save(tensors, metadata)
         path = self.file(bytes.fromhex(header.key))
         path.parent.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
@@ -190,7 +192,7 @@ class Folder:
             header, checksum = _metadata(content[8 : 8 + int.from_bytes(content[:8], "little")])
             if _checksum(json.dumps(asdict(header), sort_keys=True), tensors) != checksum:
                 raise ValueError("its checksum does not agree")
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        except _DAMAGED as error:
             raise BlockFileError(f"{path} cannot be read: {error}") from None
         if header.key != key.hex() or header.storage not in (self.storage, "model"):
             raise BlockFileError(f"{path} holds another block")
@@ -236,7 +238,7 @@ def scan_blocks(folder: Path) -> Iterator[Header | Path]:
             header, _ = _metadata(text)
             if path.name != header.key + SUFFIX or size != _data_bytes(text):
                 raise ValueError("it is cut short, or renamed")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except _DAMAGED as error:
             log.warning("%s is no block and is skipped: %s", path, error)
             yield path
         else:
@@ -299,9 +301,12 @@ def restore(folder: Folder, tree: RadixTree, tier: int, now: float, wall: float)
 
 
 def _metadata(text: bytes) -> tuple[Header, str]:
-    """Return header and checksum in the JSON of a safetensors file. Raises ValueError, KeyError, TypeError."""
+    """Return header and checksum in the JSON of a safetensors file. Raises one of _DAMAGED if it was changed."""
     metadata = json.loads(text)["__metadata__"]
-    return Header(**json.loads(metadata["header"])), metadata["checksum"]
+    header = metadata["header"]
+    if _checksum(header, {}) != metadata["header_checksum"]:
+        raise ValueError("the checksum of its header does not agree")
+    return Header(**json.loads(header)), metadata["checksum"]
 
 
 def _data_bytes(text: bytes) -> int:

@@ -198,7 +198,8 @@ class Harness:
         if how == "flip":
             content[-1 - number % min(64, len(content))] ^= 1 + number % 255
         elif how == "header":
-            content[number % min(200, len(content))] ^= 1
+            end = min(8 + int.from_bytes(content[:8], "little"), len(content))
+            content[number % end] ^= 1 << number // end % 8
         else:
             content = content[: number % len(content)]
         path.write_bytes(content)

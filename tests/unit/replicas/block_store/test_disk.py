@@ -14,6 +14,8 @@ import torch
 
 from tests.unit.replicas.block_store.harness import BLOCK, CPU, IDENTITY, TOKEN, ByHand, Harness, Prompt
 from warmkv.config import PrefixCacheConfig
+from warmkv.policies.prefix_tree.radix import RadixTree
+from warmkv.policies.tiers import Tier
 from warmkv.replicas.block_store import BlockStore, disk
 from warmkv.replicas.block_store.disk import BlockFileError, DiskTierError, Folder, Header
 from warmkv.replicas.block_store.formats import Packed, pack
@@ -78,6 +80,28 @@ def test_every_changed_byte_is_noticed(folder):
         assert list(folder.scan()) == [path]
         with pytest.raises(BlockFileError):
             folder.read(KEY)
+
+
+def test_every_changed_bit_of_a_header_is_noticed_at_the_start(folder):
+    header = dataclasses.replace(HEADER, parent="0a" * 16)
+    folder.write(packed(), header)
+    path = folder.file(KEY)
+    whole = path.read_bytes()
+    fields = json.dumps(json.dumps(dataclasses.asdict(header), sort_keys=True))[1:-1].encode()
+    start = whole.index(fields)
+    for at in range(8 + int.from_bytes(whole[:8], "little")):
+        for bit in range(8):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            found = list(folder.scan())
+            assert found == [path] or (found == [header] and not start <= at < start + len(fields)), (at, bit)
+
+
+def test_a_block_whose_header_was_changed_is_removed_at_the_start(folder):
+    folder.write(packed(), dataclasses.replace(HEADER, parent="0a" * 16))
+    path = folder.file(KEY)
+    path.write_bytes(path.read_bytes().replace(b"0a" * 16, b"0q" + b"0a" * 15))
+    assert disk.restore(folder, RadixTree([Tier("disk", 1 << 30)]), 0, 0.0, 0.0) == 1
+    assert not path.exists()
 
 
 def test_a_renamed_or_foreign_file_is_no_block(folder):
