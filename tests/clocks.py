@@ -20,6 +20,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
+    def stand_still(self, seconds: float) -> None:
+        """Let `seconds` pass in which nothing runs, as in a call that blocks."""
+        self._now += seconds
+
     def _advance(self, seconds: float) -> None:
         self._now += seconds
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,8 @@ from warmkv.prefixes.index import PrefixIndex, Shard
 from warmkv.prefixes.mask_table import KEY_BYTES, numbers
 from warmkv.replicas.protocol import BlockEvents
 
-SILENCE_SECONDS = 15.0  # after which a replica that has not reported is forgotten
+TICK_SECONDS = 1.0  # between two looks for replicas that are silent
+SILENT_TICKS = 15  # after which a replica that has not reported is forgotten
 FOLLOW_SECONDS = 10.0  # that a router waits for changes before it asks again
 LOG_PART = 5  # of max_blocks one in so many is kept as changes, for routers that catch up; others get everything anew
 PIECE = 10_000  # blocks that a router takes in at once: a few milliseconds
@@ -61,7 +61,7 @@ class Update:
 @dataclass(slots=True)
 class _Replica:
     next_sequence: int
-    seen: float
+    seen: int  # the tick in which it reported last
     status: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,15 +70,17 @@ class PrefixDirectory:
 
     Memory is bounded by `max_blocks` (entries summed over replicas) and a LOG_PART-th of that in the log, of which each
     shard has its part: what does not fit is left out, which costs hits but never an answer.
+
+    Silence is counted in ticks of `run`. While the actor stands still reports wait and nothing ticks: nobody is silent.
     """
 
-    def __init__(self, config: DirectoryConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config, self._clock = config, clock
+    def __init__(self, config: DirectoryConfig) -> None:
+        self._config, self._ticks = config, 0
         self._epoch = secrets.token_hex(8)  # a new one after a restart, so that followers start over
         self._index = PrefixIndex()
         self._held = 0
         self._replicas: dict[str, _Replica] = {}
-        self._routers: dict[str, tuple[int, float]] = {}  # requests booked, and when it said so
+        self._routers: dict[str, tuple[int, int]] = {}  # requests booked, and the tick in which it said so
         self._log: deque[Change] = deque()
         self._logged = 0  # blocks in the log, and one for each change
         self._version = 0
@@ -90,14 +92,22 @@ class PrefixDirectory:
         """Return the bytes of the index and, in round figures, of the log."""
         return self._index.nbytes + self._logged * KEY_BYTES + len(self._log) * _CHANGE_BYTES
 
+    async def run(self) -> None:
+        """Forget replicas and routers that are silent, until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._ticks += 1
+            self._forget_silent()
+
     async def publish(self, replica: str, batches: Sequence[BlockEvents], status: dict[str, Any] | None = None) -> bool:
         """Take a replica's reports, in order. False asks for a snapshot: a report is missing or nothing is known."""
-        self._forget_silent()
         known = self._replicas.get(replica)
+        if known is not None:
+            known.seen = self._ticks
         changes = []
         for batch in batches:
             if batch.snapshot:
-                known = self._replicas[replica] = _Replica(batch.sequence + 1, self._clock())
+                known = self._replicas[replica] = _Replica(batch.sequence + 1, self._ticks)
                 changes.append(self._take(replica, batch))
             elif known is None or batch.sequence != known.next_sequence:
                 self._record(changes)
@@ -108,7 +118,6 @@ class PrefixDirectory:
         self._record(changes)
         if known is None:
             return False
-        known.seen = self._clock()
         known.status = status or known.status
         return True
 
@@ -119,7 +128,7 @@ class PrefixDirectory:
         booked, for the status.
         """
         if router:
-            self._routers[router] = (booked, self._clock())
+            self._routers[router] = (booked, self._ticks)
         if epoch == self._epoch and version == self._version:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), seconds)
@@ -130,7 +139,6 @@ class PrefixDirectory:
 
     async def elsewhere(self, replica: str, keys: Sequence[bytes]) -> dict[bytes, list[str]]:
         """Return the other replicas that hold each of these blocks, without the blocks that none holds."""
-        self._forget_silent()
         found = {key: [name for name in self._index.holders(key) if name != replica] for key in keys}
         return {key: names for key, names in found.items() if names}
 
@@ -140,7 +148,6 @@ class PrefixDirectory:
 
     async def status(self) -> dict[str, Any]:
         """Return the state of every replica and the size of the directory."""
-        self._forget_silent()
         replicas = {
             name: {**known.status, "blocks": self._index.blocks_of(name)} for name, known in self._replicas.items()
         }
@@ -153,8 +160,8 @@ class PrefixDirectory:
         }
 
     def _forget_silent(self) -> None:
-        deadline = self._clock() - SILENCE_SECONDS
-        quiet = deadline - FOLLOW_SECONDS
+        deadline = self._ticks - SILENT_TICKS
+        quiet = deadline - FOLLOW_SECONDS / TICK_SECONDS
         self._routers = {name: said for name, said in self._routers.items() if said[1] >= quiet}
         for replica in [name for name, known in self._replicas.items() if known.seen < deadline]:
             del self._replicas[replica]
@@ -245,9 +252,12 @@ class DirectoryActor(PrefixDirectory):
     def __init__(self, config: DirectoryConfig, application: str, shard: Shard) -> None:
         super().__init__(config)
         self._shard = str(shard.number)
+        self._running: asyncio.Task[None] | None = None
         self._recorder = recorders.RayRecorder(*telemetry.DIRECTORY, application=application)
 
     async def publish(self, replica: str, batches: Sequence[BlockEvents], status: dict[str, Any] | None = None) -> bool:
+        if self._running is None:  # the first call in the actor's event loop
+            self._running = asyncio.create_task(self.run())
         followed = await super().publish(replica, batches, status)
         self._recorder.set(telemetry.DIRECTORY_BYTES, self.nbytes, shard=self._shard)
         self._recorder.set(telemetry.DIRECTORY_BLOCKS, len(self._index), shard=self._shard)

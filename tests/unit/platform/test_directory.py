@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.block_keys import key, names, packed
-from tests.clocks import run
+from tests.clocks import VirtualLoop, run
 from warmkv.config import DirectoryConfig
 from warmkv.platform import prefix_directory
-from warmkv.platform.prefix_directory import Change, IndexFollower, PrefixDirectory, merged
+from warmkv.platform.prefix_directory import Change, DirectoryActor, IndexFollower, PrefixDirectory, merged
 from warmkv.prefixes.index import TIERS, PrefixIndex, Shard
 from warmkv.prefixes.mask_table import unpack
 from warmkv.replicas.protocol import BlockEvents
@@ -127,36 +127,86 @@ def test_the_log_is_bounded_by_blocks():
 
 def test_a_silent_replica_is_forgotten():
     async def scenario() -> None:
-        now = [0.0]
-        directory = PrefixDirectory(DirectoryConfig(), clock=lambda: now[0])
+        directory = PrefixDirectory(DirectoryConfig())
+        ticking = asyncio.create_task(directory.run())
         await directory.publish("a", [snapshot(0, b"1")])
-        now[0] = 14.0
+        await asyncio.sleep(14.5)
         await directory.publish("b", [snapshot(0, b"1")])
         index, follower = copy()
         await catch_up(follower, directory)
         assert index.longest_match([key(b"1")]) == {"a": ALL, "b": ALL}
-        now[0] = 16.0
+        await asyncio.sleep(2)
         assert list((await directory.status())["replicas"]) == ["b"]
         await catch_up(follower, directory)
         assert index.longest_match([key(b"1")]) == {"b": ALL}
         assert index.replicas == ("b",)
+        ticking.cancel()
+
+    run(scenario())
+
+
+def test_nobody_is_silent_while_the_directory_stands_still():
+    """Take the reports that waited: replicas that are forgotten send snapshots, and routers start over."""
+
+    async def scenario() -> None:
+        directory = PrefixDirectory(DirectoryConfig())
+        ticking = asyncio.create_task(directory.run())
+        for replica in "abc":
+            await directory.publish(replica, [snapshot(0, b"1")])
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        for number in (1, 2):
+            await asyncio.sleep(1)
+            loop.stand_still(60.0)
+            await asyncio.sleep(0.5)  # what is due runs before the reports that wait
+            assert [await directory.publish(replica, [BlockEvents(number)]) for replica in "abc"] == [True] * 3
+        ticking.cancel()
+
+    run(scenario())
+
+
+def test_a_replica_whose_report_is_missing_is_not_silent():
+    async def scenario() -> None:
+        directory = PrefixDirectory(DirectoryConfig())
+        ticking = asyncio.create_task(directory.run())
+        await directory.publish("a", [snapshot(0, b"1")])
+        await asyncio.sleep(10)
+        assert not await directory.publish("a", [BlockEvents(2)])
+        await asyncio.sleep(10)
+        assert list((await directory.status())["replicas"]) == ["a"]
+        ticking.cancel()
+
+    run(scenario())
+
+
+def test_the_actor_forgets_replicas_although_nobody_asks_it(monkeypatch):
+    monkeypatch.setattr(prefix_directory.recorders, "RayRecorder", Mock())
+
+    async def scenario() -> None:
+        actor = DirectoryActor(DirectoryConfig(), "test", Shard())
+        assert await actor.publish("a", [snapshot(0, b"1")])
+        await asyncio.sleep(17)
+        status = await actor.status()
+        assert (status["replicas"], status["blocks"]) == ({}, 0)
 
     run(scenario())
 
 
 def test_the_status_has_what_routers_said_last_until_they_are_silent():
     async def scenario() -> None:
-        now = [0.0]
         config = DirectoryConfig()
-        parts = [PrefixDirectory(config, clock=lambda: now[0]) for _ in range(2)]
+        parts = [PrefixDirectory(config) for _ in range(2)]
+        ticking = [asyncio.create_task(part.run()) for part in parts]
         for part in parts:
             await part.follow("", 0, 0, "first", 3)
-        now[0] = 9.0
+        await asyncio.sleep(9.5)
         await parts[1].follow("", 0, 0, "second", 0)
         both = merged([await part.status() for part in parts])
         assert both["routers"] == {"first": {"booked": 3}, "second": {"booked": 0}}
-        now[0] = 26.0
+        await asyncio.sleep(17)
         assert merged([await part.status() for part in parts])["routers"] == {"second": {"booked": 0}}
+        for task in ticking:
+            task.cancel()
 
     run(scenario())
 

@@ -46,8 +46,7 @@ class Store:
 def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed, shards):
     async def scenario() -> None:
         chance = random.Random(seed)
-        clock = asyncio.get_running_loop().time
-        directories = [PrefixDirectory(CONFIG, clock=clock) for _ in range(shards)]
+        directories = [PrefixDirectory(CONFIG) for _ in range(shards)]
         stores = {name: Store(seed + number) for number, name in enumerate("ab")}
         tasks = []
         for name, store in stores.items():
@@ -77,7 +76,7 @@ def test_followers_end_up_with_what_the_replicas_hold_whatever_fails(seed, shard
         for step in range(200):
             stores[chance.choice("ab")].churn()
             if step == 100:
-                directories[-1] = PrefixDirectory(CONFIG, clock=clock)  # it died and came back empty
+                directories[-1] = PrefixDirectory(CONFIG)  # it died and came back empty
             await asyncio.sleep(0.001)
             await follow()
 
