@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.unit.replicas.block_store.harness import check_deadlines
 from warmkv.policies import eviction
 from warmkv.policies.eviction import CostAware, PrefillCost
 from warmkv.policies.prefix_tree.nodes import Node
@@ -202,6 +203,10 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         for space, held, read in zip(self.tree.spaces, self.held(), self.read_blocks(), strict=True):
             assert space.bytes == 2 * len(held) <= space.capacity
             assert space.pinned == 2 * len(read)
+
+    @invariant()
+    def what_is_watched_is_held(self):
+        assert all(node.span for node in check_deadlines(self.tree.deadlines))
 
     @invariant()
     def lives_are_those_of_the_blocks(self):

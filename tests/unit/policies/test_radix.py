@@ -425,6 +425,17 @@ def test_churn_leaves_nothing_behind():
     assert len(tree.spaces[0]._ends[""]) <= 2 * 2 + 65
 
 
+def test_what_was_evicted_is_not_kept_until_its_ttl_ends():
+    """Compact the records of deadlines, which refer to nodes, and nodes to those before them."""
+    tree = tiers(20)
+    for number in range(2_000):
+        store(tree, chain(number >> 8, number & 255, *range(8)), float(number) / 100, 3600.0)
+    records = tree._tree.deadlines._heap
+    assert len(records) <= 2 * len(tree._starts) + 64
+    kept = {node for _, _, end in records for node in end.path()}
+    assert sum(len(node.keys) for node in kept) == len(keys_of(tree))
+
+
 def test_what_is_dropped_of_a_tenant_leaves_others_and_what_is_kept():
     tree = tiers(20, 20)
     store(tree, chain(1, 1), tenant="a")

@@ -126,7 +126,8 @@ class Node:
         return all(copy.children or not copy.held for copy in self.copies)
 
     def drop(self) -> None:
-        """Let go of its copies, which refer to it, once it is held nowhere: no cycle is left behind."""
+        """Let go of keys and copies once it is held nowhere. Copies refer to it: no cycle is left behind."""
+        self.keys = []
         self.copies = []
 
     def path(self) -> list[Node]:

@@ -326,7 +326,7 @@ class RadixTree:
             self._forget(node)
 
     def _forget(self, node: Node) -> None:
-        if self._starts.get(node.keys[0]) is node:
+        if node.keys and self._starts.get(node.keys[0]) is node:
             del self._starts[node.keys[0]], self._ends[node.keys[-1]]
             if node.parent is not None and node.parent.sums is node:
                 node.parent.sums = None

@@ -66,6 +66,7 @@ class PrefixTree:
             if span < node.length:
                 node.mark_expires = EXPIRED
                 if not span:
+                    self.deadlines.forget(node)
                     self._forget(node)
                 elif self._trim is not None:
                     self._trim(node, span)

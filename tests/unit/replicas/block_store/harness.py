@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from warmkv.config import PrefixCacheConfig
+from warmkv.policies.prefix_tree.deadlines import Deadlines
+from warmkv.policies.prefix_tree.nodes import Node
 from warmkv.policies.prefix_tree.radix import RadixTree
 from warmkv.prefixes import hashing
 from warmkv.prefixes.record import Candidate, Mark
@@ -272,6 +274,7 @@ def check_tree(tree: RadixTree) -> None:
         assert node.parent is None or node.parent in nodes
         assert node.end == node.length * node.tokens + (node.parent.end if node.parent is not None else 0)
         assert node.sums is None or node.sums in nodes
+    assert check_deadlines(tree._tree.deadlines) <= nodes
     for tier, space in enumerate(tree.spaces):
         copies = [node.copies[tier] for node in nodes]
         assert space.bytes == sum(copy.held * copy.size for copy in copies)
@@ -286,6 +289,14 @@ def check_tree(tree: RadixTree) -> None:
                 held[copy.tenant] += copy.held * copy.size
             assert {tenant: size for tenant, size in held.items() if size} == dict(space._held)
             assert set(space._largest) == set(space._held)
+
+
+def check_deadlines(deadlines: Deadlines) -> set[Node]:
+    """Return the nodes that are watched, after a check that records are as many as they should be."""
+    watched = {node for at, _, node in deadlines._heap if at == node.watched}
+    assert len(watched) == deadlines._watched
+    assert len(deadlines._heap) <= 2 * len(watched) + 64
+    return watched
 
 
 def _content(path: Path | None) -> bytes | None:
