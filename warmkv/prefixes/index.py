@@ -111,7 +111,7 @@ class PrefixIndex:
             self._counts[replica] += self._table.assign(packed, self._columns[replica], 0)
 
     def drop_replica(self, replica: str) -> None:
-        """Forget a replica and all that it held. Takes time in the number of blocks."""
+        """Forget a replica and all that it held. Takes time in the number of rows."""
         if replica in self._columns:
             self._table.clear(self._columns[replica])
             self._forget(replica)
@@ -134,9 +134,10 @@ class PrefixIndex:
 
     def contents(self) -> dict[str, dict[str, bytes]]:
         """Return everything: packed keys by replica and the fastest tier that has them."""
+        entries = self._table.entries([*self._columns.values()])
         return {
-            replica: {tier: self._table.keys(column, _CODES[tier]) for tier in TIERS}
-            for replica, column in self._columns.items()
+            replica: {tier: keys[codes == _CODES[tier]].tobytes() for tier in TIERS}
+            for replica, (keys, codes) in zip(self._columns, entries, strict=True)
         }
 
     def longest_match(self, hashes: Sequence[bytes]) -> dict[str, Depths]:

@@ -158,8 +158,7 @@ class MaskTable:
             keys = _distinct(numbers(packed))
             pieces = (keys[start : start + _PIECE] for start in range(0, len(keys), _PIECE))
             more = sum(self._assign_piece(piece, column, code) for piece in pieces)
-        if self._taken > _SMALLEST + 4 * self._held:
-            self._rebuild(0)
+        self._shrink()
         return more
 
     def _assign_few(self, packed: bytes, column: int, code: int) -> int:
@@ -225,13 +224,34 @@ class MaskTable:
 
     # --- all rows
 
-    def keys(self, column: int, code: int | None = None) -> bytes:
-        """Return the packed keys of which a column is `code`; is anything but 0, where that is left out."""
+    def keys(self, column: int) -> bytes:
+        """Return the packed keys of which a column is not 0."""
         if column >= self._words * COLUMNS:
             return b""
-        values = self._column(column)
-        packed: bytes = self._table()[values == code if code is not None else values != 0, 0].tobytes()
+        packed: bytes = self._table()[self._column(column) != 0, 0].tobytes()
         return packed
+
+    def entries(self, columns: Sequence[int]) -> list[tuple[Words, Words]]:
+        """Return for each column the keys of which it is not 0, and its codes. Reads each word of the rows once."""
+        found, words = [], dict[int, tuple[Words, Words]]()
+        for column in columns:
+            word = column // COLUMNS
+            if word not in words:
+                words[word] = self._word(word)
+            keys, masks = words[word]
+            codes = masks >> np.uint64(_shift(column)) & np.uint64(FIELD)
+            held = codes != 0
+            found.append((keys[held], codes[held]))
+        return found
+
+    def _word(self, word: int) -> tuple[Words, Words]:
+        """Return the keys of which a word of the mask is not 0, and these words."""
+        if word >= self._words:
+            return np.zeros(0, np.uint64), np.zeros(0, np.uint64)
+        table = self._table()
+        masks = table[:, 1 + word] & np.uint64(_HELD)
+        rows = np.flatnonzero(masks)
+        return table[rows, 0], masks[rows]
 
     def count(self, column: int) -> int:
         """Count the keys of which a column is not 0."""
@@ -240,8 +260,11 @@ class MaskTable:
     def clear(self, column: int) -> None:
         """Set a column to 0 throughout."""
         if column < self._words * COLUMNS:
-            self._table()[:, 1 + column // COLUMNS] &= ~np.uint64(FIELD << _shift(column))
-            self._rebuild(0)
+            table, word, field = self._table(), 1 + column // COLUMNS, np.uint64(FIELD << _shift(column))
+            rows = np.flatnonzero(table[:, word] & field)
+            table[rows, word] &= ~field
+            self._held -= len(rows) - int(np.count_nonzero(_held(table[rows])))
+            self._shrink()
 
     def discard(self, remainder: int, divisor: int) -> None:
         """Let go of all keys whose first byte has that remainder."""
@@ -322,6 +345,11 @@ class MaskTable:
     def _lacks(self, keys: int) -> bool:
         return self._taken + keys > _FULL * self._rows
 
+    def _shrink(self) -> None:
+        """Give rows back once most are of keys that are not held any more."""
+        if self._taken > _SMALLEST + 4 * self._held:
+            self._rebuild(0)
+
     def _widen(self, words: int) -> None:
         self._words = words
         self._rebuild(0)
@@ -329,10 +357,7 @@ class MaskTable:
     def _rebuild(self, more: int) -> None:
         """Take the keys that are held to new rows, with room for more of them."""
         table = self._table()
-        held = (table[:, 1] & np.uint64(_HELD)) != 0
-        if table.shape[1] > 2:
-            held |= table[:, 2:].any(axis=1)
-        kept = table[held]
+        kept = table[_held(table)]
         rows = _SMALLEST
         while len(kept) + more > _ROOM * rows:
             rows *= 2
@@ -346,6 +371,14 @@ class MaskTable:
 
 
 _NUMBERS = Struct("<Q")
+
+
+def _held(table: Words) -> Flags:
+    """Return for each row of a table whether its key is held."""
+    held: Flags = (table[:, 1] & np.uint64(_HELD)) != 0
+    if table.shape[1] > 2:
+        held |= table[:, 2:].any(axis=1)
+    return held
 
 
 def _distinct(keys: Words) -> Words:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from warmkv.prefixes.index import MEND_EVERY, TIERS, PrefixIndex
-from warmkv.prefixes.mask_table import pack, unpack
+from warmkv.prefixes.mask_table import MaskTable, pack, unpack
 
 REPLICAS = [f"replica-{number}" for number in range(6)]
 # Keys of a tree: a node's key has the path to it, so equal keys mean equal prefixes, as with chained hashes.
@@ -177,6 +177,17 @@ def test_bits_of_replicas_that_left_are_used_again():
     index.add("last", b"theblock")
     assert index.holders(b"theblock") == ["last"]
     assert index.nbytes == before
+
+
+def test_everything_is_read_once_however_many_replicas_there_are(monkeypatch):
+    """A gateway that starts is sent everything in one turn of the directory."""
+    index = PrefixIndex()
+    for number in range(30):
+        index.add(f"r{number}", pack(KEYS), TIERS[number % 3])
+    reads, table = [], MaskTable._table
+    monkeypatch.setattr(MaskTable, "_table", lambda self: reads.append(None) or table(self))
+    assert index.contents()["r2"] == {"device": b"", "host": b"", "disk": pack(sorted(KEYS))}
+    assert len(reads) == 2  # words of a mask
 
 
 def test_the_index_knows_what_it_takes():
