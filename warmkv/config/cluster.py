@@ -10,6 +10,10 @@ from warmkv.config.base import Section
 
 LEAST_LOOK_BACK = 15.0  # seconds; Serve's reports come every 10, and it wants more than one of them
 
+STOP_SECONDS = 5.0
+"""Time that Serve gives a part that is stopped beside its own: it looks for requests of its own for 2 s first, and
+what the part holds is closed last."""
+
 
 class AutoscalingConfig(Section):
     """More replicas under load and fewer without, within limits."""
@@ -53,6 +57,11 @@ class ClusterConfig(Section):
     def handover_seconds(self) -> float:
         """Return the longest time in which a replica that is stopped hands its blocks over; 0: it does not."""
         return self.drain_seconds / 3
+
+    @property
+    def stop_seconds(self) -> float:
+        """Return the longest time in which a replica that is stopped ends by itself; then Serve kills it."""
+        return STOP_SECONDS + self.drain_seconds + self.handover_seconds
 
     @property
     def most_replicas(self) -> int:

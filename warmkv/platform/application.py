@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from warmkv.config import ClusterConfig, Config, ConfigError, parse
+from warmkv.config.cluster import STOP_SECONDS
 from warmkv.platform.control import start_control
 from warmkv.platform.document import NOT_ON_THE_HEAD
 from warmkv.platform.gateway.deployment import Gateway
@@ -65,7 +66,7 @@ def assembled(
             **_size(cluster),
             max_ongoing_requests=group.ongoing_requests,
             ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
-            graceful_shutdown_timeout_s=cluster.drain_seconds + cluster.handover_seconds,
+            graceful_shutdown_timeout_s=cluster.stop_seconds,
             **health,
             request_router_config=router,
         ).bind(args, directory, name, roots)
@@ -79,7 +80,7 @@ def assembled(
         max_ongoing_requests=2 * most_open(config),
         max_queued_requests=-1,
         ray_actor_options={"num_cpus": 0, "label_selector": NOT_ON_THE_HEAD},
-        graceful_shutdown_timeout_s=5 + cluster.drain_seconds,  # Serve looks for requests of its own first
+        graceful_shutdown_timeout_s=STOP_SECONDS + cluster.drain_seconds,
         **health,
     )
     return ingress.bind(args, secret, replicas, directory)

@@ -14,7 +14,9 @@ from warmkv.config import Config
 from warmkv.faults import UserError
 
 SPARE_SECONDS = 30.0
-"""Time for a replacement to start on another node, where there is room for one, before a replica is stopped."""
+"""Time for a replacement to start on another node, where there is room for one, before a replica is stopped.
+
+Serve takes `STOP_SECONDS` of it for itself (`warmkv/config/cluster.py`)."""
 
 END_SECONDS = 10.0
 """Time for Ray to end a node that is drained, before its pod is killed."""

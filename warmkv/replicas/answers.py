@@ -15,6 +15,7 @@ from warmkv.replicas.engine.outputs import Output, OutputProcessor
 from warmkv.replicas.engines.interface import Fetching
 from warmkv.replicas.links import Link
 from warmkv.replicas.protocol import (
+    STOPPING,
     Admitted,
     Failed,
     Finished,
@@ -82,11 +83,27 @@ class Answers:
         for of, stream in [key for key in self._open if key[0] is link]:
             self._cancel(of, stream)
 
-    async def drain(self) -> None:
-        """Refuse new requests, and wait until the ongoing ones have ended."""
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, and wait until the ongoing ones have ended; fail those that are left after `seconds`."""
         self._drained = asyncio.Event()
-        if self._open:
+        if not self._open:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._drained.wait()
+        except TimeoutError:
+            log.warning("%d answers have not ended within %g s: they go on elsewhere", len(self._open), seconds)
+            self._give_up()
             await self._drained.wait()
+
+    def _give_up(self) -> None:
+        """Fail all ongoing requests as an engine does that is stopped, so that gateways resume them elsewhere."""
+        for (link, stream), answer in tuple(self._open.items()):
+            if answer.preparing is not None:
+                answer.preparing.cancel()
+                self._end(link, stream, STOPPING)
+            elif answer.output is not None:
+                self._outputs.fail(answer.output, STOPPING)
 
     async def _prepare(self, link: Link, stream: int, request: GenerateRequest, answer: OngoingRequest) -> None:
         matcher: LLMatcher | Exception | None = None

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 2.0  # of the time for handing over that are left for closing the engine and the store
-
 
 class Replica:
     """Runs an engine with the model and reports its blocks to the prefix directory.
@@ -149,14 +147,21 @@ class Replica:
         self._engine.check_turning(self._config.gateway.hung_seconds)
 
     async def __del__(self) -> None:
-        """End what is in flight, then close the engine and the store; called by Serve, which limits its time."""
-        await self._answers.drain()
-        until = time.monotonic() + self._config.cluster.handover_seconds - CLOSE_SECONDS
+        """End what is in flight, hand blocks over, then close the engine and the store.
+
+        Called by Serve, which kills the replica after `ClusterConfig.stop_seconds`.
+        """
+        cluster, clock = self._config.cluster, asyncio.get_running_loop().time
+        await self._answers.drain(cluster.drain_seconds)
+        until = clock() + cluster.handover_seconds
         try:
-            await self._hand_over()
+            async with asyncio.timeout(cluster.handover_seconds):
+                await self._hand_over()
+        except TimeoutError:
+            log.warning("handing blocks over took more than %.1f s and was ended", cluster.handover_seconds)
         except Exception:
             log.exception("the blocks of this replica are not handed over")
-        await asyncio.to_thread(self._engine.stop, max(0.0, until - time.monotonic()))
+        await asyncio.to_thread(self._engine.stop, max(0.0, until - clock()))
         self._recorder.flush()
 
     async def _hand_over(self) -> None:

@@ -218,6 +218,10 @@ class Failed:
     fault: Literal["replica", "request"] = "replica"
 
 
+STOPPING = Failed("the replica is stopping")
+"""Ends what is in flight when a replica stops: it goes on in another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alive:
     """Nothing new for a while, but the replica's engine goes on."""

@@ -39,6 +39,17 @@ def test_what_is_left_in_the_end_is_told() -> None:
     assert 160 <= time.now < 160 + 2 * PAUSE_SECONDS
 
 
+def test_serve_gives_a_replica_its_time_for_answers_and_blocks_behind_what_it_takes_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(application, "start_directory", lambda *_: [])
+    monkeypatch.setattr(application, "start_control", lambda *_: None)
+    bound: Any = application.build({"cluster": {"drain_seconds": 120}})
+    (replica,) = bound._bound_deployment.init_args[2].values()
+    known = replica._bound_deployment._deployment_config
+    assert known.graceful_shutdown_timeout_s - known.graceful_shutdown_wait_loop_s > 120 + 40
+
+
 def test_a_gateway_has_as_long_for_its_streams_as_replicas_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(application, "start_directory", lambda *_: [])
     monkeypatch.setattr(application, "start_control", lambda *_: None)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests import clocks
+from tests.polling import PATIENCE
 from tests.tokenizers import of_words
 from tests.unit.platform.exchanges import until
 from tests.unit.platform.wires import Wire, ignore
@@ -26,6 +28,7 @@ from warmkv.replicas.frames import encode_order
 from warmkv.replicas.links import Link
 from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import (
+    STOPPING,
     Admitted,
     Event,
     Failed,
@@ -188,7 +191,7 @@ def test_a_replica_that_is_stopped_ends_what_it_has_and_takes_no_more():
     async def scenario() -> None:
         here = Setup()
         here.take(1)
-        draining = asyncio.ensure_future(here.answers.drain())
+        draining = asyncio.ensure_future(here.answers.drain(PATIENCE))
         await asyncio.sleep(0)
         here.take(2)
         assert here.link.events[2] == [Refused("busy")]
@@ -196,9 +199,30 @@ def test_a_replica_that_is_stopped_ends_what_it_has_and_takes_no_more():
         await here.finish()
         assert draining.done()
         assert here.link.events[1][-1] == Finished("length", 3)
-        await here.answers.drain()  # at once
+        await here.answers.drain(PATIENCE)  # at once
 
     within(scenario)
+
+
+def test_what_a_replica_that_is_stopped_has_not_ended_in_time_fails_so_that_another_resumes_it():
+    async def scenario() -> None:
+        here, loop = Setup(), asyncio.get_running_loop()
+        here.take(1, new=400)
+        here.engine.step()
+        here.take(2)  # which has not begun
+        here.take(3, fetch=Fetch("other", 1))
+        await here.answers.drain(30)
+        assert loop.time() == 30
+        assert here.link.kinds(1)[:2] == [Admitted, Started]
+        assert [here.link.events[stream][-1] for stream in (1, 2, 3)] == [STOPPING] * 3
+        assert here.answers.ongoing == 0
+        here.engine.step()
+        assert here.engine.stats().decoding == here.engine.stats().waiting == here.engine.stats().slots == 0
+        here.fetches.may_end.set()
+        await here.finish()
+        assert sum(here.link.kinds(stream).count(Failed) for stream in (1, 2, 3)) == 3  # nothing follows
+
+    clocks.run(scenario())
 
 
 def test_an_answer_whose_text_cannot_be_made_fails_alone():

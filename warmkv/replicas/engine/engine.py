@@ -46,6 +46,7 @@ from warmkv.replicas.engine.stats import EngineStats, snapshot
 from warmkv.replicas.engine.warm_up import compile_kernels, first_requests, recorded_batches, recorded_requests
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import (
+    STOPPING,
     Failed,
     Finished,
     GenerateRequest,
@@ -255,7 +256,7 @@ class Engine:
         finally:
             self._inbox.close()
             for sequence in self.scheduler.everyone():
-                self._endings.end(sequence, Failed("the replica is stopping"))
+                self._endings.end(sequence, STOPPING)
             self.flush()
             self._publish_stats()
             self.executor.close()

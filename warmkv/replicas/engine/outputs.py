@@ -139,6 +139,12 @@ class OutputProcessor:
         deliver(admitted)
         return output
 
+    def fail(self, output: Output, event: Failed) -> None:
+        """End an answer, unless it has ended, with Failed, and abort the request."""
+        if output.end is None:
+            self._engine.cancel(output.request.id)
+            self._process([(output, event)])
+
     def cancel(self, output: Output) -> None:
         """Stop listening, and abort the request if it has not ended."""
         if output in self._outputs:

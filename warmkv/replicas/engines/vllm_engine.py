@@ -38,6 +38,7 @@ from warmkv.replicas.engines.vllm_start import TOPIC, Model, Steps, endpoint, re
 from warmkv.replicas.engines.zmq_events import batches, replayed
 from warmkv.replicas.protocol import (
     LEAST_LOGPROB,
+    STOPPING,
     BlocksWanted,
     Failed,
     Finished,
@@ -245,7 +246,7 @@ class VllmEngine:
                 self._flush_soon()
         except asyncio.CancelledError:
             if self._stopping:
-                emit(Failed("the replica is stopping"))
+                emit(STOPPING)
                 self._flush_soon()
             raise
         except Exception as error:

@@ -134,9 +134,13 @@ class Fleet:
 
     def _kill(self, replica: SimulatedReplica) -> None:
         """Kill a replica with all it holds; its requests are resent."""
-        lost = [*replica.fail(), *self.transfers[replica.name].close()]
+        lost = self._give_up(replica)
         self._gone(replica)
         self._on_lost(lost)
+
+    def _give_up(self, replica: SimulatedReplica) -> list[Job]:
+        """Let a replica compute nothing more; return the requests that it had."""
+        return [*replica.fail(), *self.transfers[replica.name].close()]
 
     def _gone(self, replica: SimulatedReplica) -> None:
         now = self._env.now
@@ -166,7 +170,7 @@ class Fleet:
             self._stop(replica)
 
     def _stop(self, replica: SimulatedReplica) -> None:
-        """Drain a replica: it takes no more requests and stops when its own have ended, or after a while."""
+        """Drain a replica: it takes no more requests and stops when its own have ended or had their time."""
         if self._starting.get(replica.name) is not None:
             self._gone(replica)
             return
@@ -179,8 +183,12 @@ class Fleet:
             self._leave(replica)
 
     def _hurry(self, replica: SimulatedReplica) -> None:
+        """Let a replica go whose requests have had their time: they are resumed elsewhere."""
         if replica.name in self._draining and replica.ongoing and self._open:
-            self._kill(replica)
+            lost = self._give_up(replica)
+            self._on_gone(replica.name)  # none is booked there any more
+            self._leave(replica)
+            self._on_lost(lost)
 
     def _leave(self, replica: SimulatedReplica) -> None:
         """Go, and before that leave the hottest blocks to the others."""

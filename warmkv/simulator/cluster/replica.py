@@ -212,11 +212,17 @@ class SimulatedReplica:
             self._pool.fill(names[::-1])
 
     def fail(self) -> list[Job]:
-        """Stop for good and lose everything; return the requests that it had."""
+        """Stop for good; return the requests that it had, once."""
         self._alarm.cancel()
         if self._kept is not None:
             self._kept.close()
+        if not self.ongoing:
+            return []
+        self.ongoing = 0
         running = [job for job in self._engine.running if isinstance(job, Job)]
+        for job in running:  # what they read may be handed over
+            self.cache.release(job.found)
+            job.found = NOTHING
         self._slots.change(-sum(job.slot_bytes for job in running), self._clock.now)
         return [*running, *(job for job in self.waiting if isinstance(job, Job))]
 

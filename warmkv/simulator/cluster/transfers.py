@@ -85,9 +85,10 @@ class SimulatedTransfers:
         self._env.process(self._prepare(job, fetch, flight))
 
     def close(self) -> list[Job]:
-        """Close the transfers of a lost replica; return the requests that waited for blocks."""
+        """Close the transfers of a lost replica; return the requests that waited for blocks, once."""
         self._open = False
-        return list(self.preparing)
+        waited, self.preparing = list(self.preparing), {}
+        return waited
 
     def _prepare(self, job: Job, fetch: Fetch, flight: Flight | None) -> Process:
         """Wait for blocks, those that others fetch first, and then for what is lacking still; but not for too long."""

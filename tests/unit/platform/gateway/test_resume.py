@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests import clocks
 from tests.clocks import SkippingLoop, skip
 from tests.engine_stream import stream
-from tests.polling import until
+from tests.polling import PATIENCE, until
 from tests.tokenizers import of_bytes
 from tests.unit.replicas.conftest import VOCABULARY, make_request, random_model
 from tests.unit.replicas.engine.test_engine import prompt
@@ -29,9 +29,22 @@ from warmkv.platform.gateway.apis.errors import (
     overloaded,
 )
 from warmkv.platform.gateway.resume import Attempt, Send, resumed
+from warmkv.replicas.answers import Answers
 from warmkv.replicas.engine.engine import Engine
+from warmkv.replicas.engine.outputs import OutputProcessor
+from warmkv.replicas.links import Link
 from warmkv.replicas.loading.load import prepare
-from warmkv.replicas.protocol import Admitted, Alive, Delta, Event, Failed, Finished, QueueFullError, Started
+from warmkv.replicas.protocol import (
+    Admitted,
+    Alive,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    QueueFullError,
+    Started,
+)
 
 Fault = Literal["raises", "fails", "ends", "hangs"]
 FAULTS: list[Fault] = ["raises", "fails", "ends", "hangs"]
@@ -147,6 +160,72 @@ def test_a_replica_that_dies_between_the_last_text_and_the_end_changes_nothing(e
     for after in range(1, len(whole) - 1):
         events, _ = answer(request, cluster(engines, [("ends", after)], []))
         assert (text(events), events[-1]) == (text(whole), whole[-1])
+
+
+class Told(Link):
+    """Keep the events of a link in a queue."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None, lambda link: None)
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def send(self, stream: int, event: Event) -> None:
+        self.events.put_nowait(event)
+
+
+class NothingFetched:
+    """Help no request by transfers between replicas."""
+
+    def helps(self, request: GenerateRequest) -> bool:
+        return False
+
+    async def prepare(self, request: GenerateRequest) -> None: ...
+
+    def started(self, request: GenerateRequest, started: Started) -> None: ...
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o@20"])
+def test_an_answer_that_outlasts_the_drain_of_a_replica_that_stops_goes_on_elsewhere(engines, policy):
+    """Stop the first of two replicas after some text, without time for the rest."""
+    seen: list[Attempt] = []
+    ended = threading.Event()
+
+    def hold(engine: Engine) -> None:
+        """Let an engine make 20 steps: it must not be faster than this test."""
+        flush, steps = engine.flush, itertools.count(1)
+
+        def flush_and_wait() -> None:
+            flush()
+            if next(steps) == 20:
+                ended.wait(PATIENCE)
+
+        engine.flush = flush_and_wait
+
+    async def send(attempt: Attempt) -> AsyncGenerator[Event]:
+        number = len(seen)
+        seen.append(attempt)
+        engine, link, draining = engines[number], Told(), None
+        attempt.replica = engine.name
+        answers = Answers(OutputProcessor(engine, TOKENIZER, BEAT), NothingFetched(), lambda: None, 1)
+        if number == 0:
+            hold(engine)
+        answers.take(link, 0, attempt.request)
+        try:
+            while not isinstance(event := await link.events.get(), Finished):
+                yield event
+                if isinstance(event, Delta) and number == 0 and draining is None:
+                    draining = asyncio.create_task(answers.drain(0))
+            yield event
+        finally:
+            ended.set()
+
+    request = make_request(prompt(40), new=60, policy=policy)
+    whole, _ = answer(request, cluster(engines, [], []))
+    events, retried = answer(request, send, retries=1)
+    assert (text(events), events[-1]) == (text(whole), whole[-1])
+    assert [event.replica for event in events if isinstance(event, Started)] == ["0"]
+    assert (len(seen), retried) == (2, ["streaming"])
+    until(lambda: idle(engines[0]), "the first replica has freed it")
 
 
 def test_what_was_given_up_is_told_to_the_next_attempt(engines):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.unit.simulator.cluster.test_failures import FAILURES, PATIENT, times
 from tests.unit.simulator.conversations import EXACT, TWO_ROOFS, config, logs, record, run, uniform
 from warmkv.config import AutoscalingConfig
+from warmkv.policies import transfer
 from warmkv.simulator.cluster.autoscaler import Autoscaler
 
 SCALING = st.builds(
@@ -104,5 +105,5 @@ def test_a_replica_that_is_stopped_ends_what_it_has_unless_that_takes_too_long()
         jobs, outcome = run(records, config(*flags))
         assert [job.resumptions for job in jobs] == [0, resumed]
         assert jobs[1].replica == f"replica-{1 - resumed}"
-        gone = 10 + drain if resumed else jobs[1].finished
+        gone = 10 + drain + transfer.START_SECONDS if resumed else jobs[1].finished  # with handing over
         assert outcome.alive.mean(outcome.end) * outcome.end == pytest.approx(outcome.end + gone)

@@ -236,6 +236,19 @@ def test_a_replica_that_is_stopped_leaves_its_blocks_to_the_others(monkeypatch, 
     assert outcome.alive.value == 1
 
 
+def test_a_replica_that_is_stopped_leaves_its_blocks_though_an_answer_outlasts_the_drain():
+    """Answer the second prompt by the first replica from 13 s on, which gets its blocks as well."""
+    records = [
+        record(0.0, [1] * 40, output=2000, name="first"),
+        record(0.0, [2] * 40, output=2000, name="second"),
+    ]
+    jobs, outcome = run(records, eager(SHRINK, "cluster.drain_seconds=3"))
+    assert [(job.replica, job.resumptions) for job in jobs] == [("replica-0", 0), ("replica-0", 1)]
+    assert outcome.moved.handed_bytes == 80
+    assert outcome.alive.value == 1
+    assert outcome.slots.value == 0
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=6), st.integers(1, 40))
 def test_pieces_have_all_entries_once_and_in_order(shapes, most):
     parts = [
