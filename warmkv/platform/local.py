@@ -24,6 +24,7 @@ from typing import Any
 from warmkv.config import Config, ConfigError, ModelConfig, parse
 from warmkv.faults import UserError
 from warmkv.platform.document import serve_document
+from warmkv.platform.drain import wait_until_empty
 from warmkv.platform.listening import check_listening
 from warmkv.platform.operator_key import with_operator
 from warmkv.platform.tenants import secret_of_environment
@@ -35,6 +36,7 @@ PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those that 
 
 NEEDED = {"gcs_server", "raylet"}  # processes without which Ray does not go on
 ENDED_SECONDS = 0.5  # between two looks whether one of them has ended
+SPARE_SECONDS = 10.0  # for Serve to see that parts which it has stopped, or killed, are gone
 
 
 class StartError(UserError):
@@ -336,18 +338,23 @@ def running(
         url = f"http://{host}:{gateway.port}{gateway.route_prefix.rstrip('/')}"
         yield Running(url, gateway.port, document, operator_key)
     finally:
-        deleting = threading.Thread(target=_delete, args=(config.cluster.application,), daemon=True)
+        deleting = threading.Thread(target=delete, args=(config,), daemon=True)
         deleting.start()
-        while deleting.is_alive() and ended_part() is None:  # Serve waits a minute for a Ray that is gone
+        while deleting.is_alive() and ended_part() is None:  # Serve waits for a Ray that is gone
             deleting.join(ENDED_SECONDS)
         ray.shutdown()
 
 
-def _delete(application: str) -> None:
+def delete(config: Config) -> None:
+    """Have Serve stop the application, and wait until it has, for as long as its parts may take."""
     from ray import serve
 
+    name, seconds = config.cluster.application, config.cluster.stop_seconds + SPARE_SECONDS
     with suppress(Exception):  # it may never have been deployed
-        serve.delete(application)
+        serve.delete(name, _blocking=False)  # Serve itself would wait for a minute, whatever the settings are
+        wait_until_empty(
+            lambda: [one for one in serve.status().applications if one == name], seconds, time.monotonic, time.sleep
+        )
 
 
 def ended_part() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -14,8 +15,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from warmkv.config import Config, ModelConfig
-from warmkv.platform.local import check_model, ended_part, start_ray, told_start
+from warmkv.config import Config, ModelConfig, parse
+from warmkv.platform.local import SPARE_SECONDS, check_model, delete, ended_part, start_ray, told_start
 from warmkv.replicas.block_store.packs import PackError
 from warmkv.replicas.protocol import EngineError
 
@@ -107,3 +108,42 @@ def test_a_name_that_is_in_the_cache_is_not_asked_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: "/cache/config.json")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("it is there"))
     check_model(ModelConfig(path="some/model"))
+
+
+class StoppingServe:
+    """Play Serve, whose application is there for `seconds`, and the clock that goes on while somebody sleeps."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now, self.deleted = seconds, 0.0, list[str]()
+
+    def delete(self, name: str, _blocking: bool = True) -> None:
+        assert not _blocking
+        self.deleted.append(name)
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(applications={"warmkv": None} if self.now < self.seconds else {})
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("seconds", [70.0, 160.0, math.inf])
+def test_a_stop_takes_as_long_as_the_settings_give_it(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Wait for 160 s and more, a third for handing blocks over included; Serve itself would wait for 60."""
+    serve = StoppingServe(seconds)
+    monkeypatch.setattr("ray.serve.delete", serve.delete)
+    monkeypatch.setattr("ray.serve.status", serve.status)
+    monkeypatch.setattr("warmkv.platform.local.time", serve)
+    config = parse({"cluster": {"drain_seconds": 120}})
+    delete(config)
+    assert serve.deleted == ["warmkv"]
+    assert serve.now == pytest.approx(min(seconds, config.cluster.stop_seconds + SPARE_SECONDS), abs=1)
+
+
+def test_what_was_never_deployed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warmkv.platform.local.time", StoppingServe(math.inf))
+    monkeypatch.setattr("ray.serve.delete", lambda *_, **__: 1 / 0)
+    delete(Config())
