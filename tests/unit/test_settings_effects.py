@@ -21,7 +21,7 @@ from warmkv.policies import eviction
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.tiers import tiers_of
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.deployment import threads_per_replica
+from warmkv.replicas.cores import threads_per_replica
 from warmkv.replicas.loading.load import resolve_device, resolve_dtype
 from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.simulator.cache.kv_shape import kv_shape
@@ -314,8 +314,8 @@ def test_a_plan_takes_its_share_of_the_memory():
 
 
 def test_replicas_share_the_cores_unless_threads_are_set():
-    assert threads_per_replica(settings("engine.threads=0"), 2, 8) == 4
-    assert threads_per_replica(settings("engine.threads=3"), 2, 8) == 3
+    assert threads_per_replica(settings("engine.threads=0"), 2, 8, {}) == 4
+    assert threads_per_replica(settings("engine.threads=3"), 2, 8, {}) == 3
 
 
 def test_blocks_leave_in_the_order_of_the_setting():

@@ -98,7 +98,12 @@ class EngineConfig(Section):
         description="whether a replica compares its logits with the model's own plain forward before it starts, "
         "and does not start where they differ",
     )
-    threads: int = Field(0, ge=0, description="torch threads of a replica; 0 shares the machine's cores among replicas")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="torch threads of a replica; 0: its share of the cores that it may use, among the replicas that "
+        "have room on its node (`cluster.cpus_per_replica`)",
+    )
 
     def capabilities(self, storage: str) -> Capabilities:
         """Return what the engine can do; `storage` is `prefix_cache.storage`, which all of vLLM's cache is in."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from warmkv import logs, recorders, telemetry
-from warmkv.config import Config, parse
+from warmkv.config import parse
 from warmkv.gc_pause import gc_paused
 from warmkv.policies.contents import Contents
 from warmkv.policies.transfer import TransferTerms
@@ -23,6 +23,7 @@ from warmkv.prefixes.index import Shard
 from warmkv.prefixes.roots import Roots
 from warmkv.replicas import metrics
 from warmkv.replicas.background import Background
+from warmkv.replicas.cores import node_resources, threads_per_replica, usable_cores
 from warmkv.replicas.engines import build_engine
 from warmkv.replicas.links import Links, ray_tls
 from warmkv.replicas.loading.tokenizer import decoder, load_tokenizer
@@ -61,7 +62,8 @@ class Replica:
         self._context = context = serve.get_replica_context()
         self._config, self._directory, self._name = config, directory, context.replica_id.unique_id
         self._place = {"node": get_runtime_context().get_node_id(), "pid": os.getpid(), "group": group}
-        threads = threads_per_replica(config, whole.most_replicas, os.cpu_count() or 1)
+        node = self._place["node"]
+        threads = threads_per_replica(config, whole.most_replicas, usable_cores(), node_resources(node))
         torch.set_num_threads(threads)
         say = partial(self._say, directory[0])
         say("loading the model")
@@ -76,7 +78,6 @@ class Replica:
             for number, actor in enumerate(directory)
         ]
         tokenizer = load_tokenizer(config.model)
-        node = self._place["node"]
         place = Place(self._name, threads, device_memory.share_here(config, whole.most_replicas, node), roots)
         parts = build_engine(config, tokenizer, place, self._tell, say)
         self._engine, self._memory = parts.engine, parts.memory
@@ -215,8 +216,3 @@ class Replica:
         metrics.record(self._recorder, stats, self._engine.store)
         leaving = {"phase": "handing over"} if self._leaving else {}
         return {**asdict(stats), **self._place, "memory": self._memory, **leaving}
-
-
-def threads_per_replica(config: Config, replicas: int, cores: int) -> int:
-    """Return torch threads of one replica: as configured, or the machine's cores shared among those of all groups."""
-    return config.engine.threads or max(1, cores // replicas)

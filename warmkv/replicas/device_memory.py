@@ -16,6 +16,8 @@ from warmkv.policies import memory_plan
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, MemoryPlanError, ModelSizes
+from warmkv.replicas.control_groups import limit_files
+from warmkv.replicas.cores import node_resources
 from warmkv.replicas.loading.load import LoadedModel, resolve_device, resolve_dtype
 from warmkv.replicas.loading.tokenizer import model_path
 
@@ -108,29 +110,11 @@ def host_memory(share: float, root: Path = Path("/")) -> DeviceMemory:
 
 
 def group_limits(root: Path = Path("/")) -> Iterator[int]:
-    """Yield the memory limits of this process's control groups, up to the root, of both versions.
-
-    In a container the path may be that of the host, and only the groups above are to be seen: those count.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    mount = root / "sys/fs/cgroup"
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            found = [(mount, "memory.max"), (mount / "unified", "memory.max")]
-        elif "memory" in controllers.split(","):
-            found = [(mount / "memory", "memory.limit_in_bytes")]
-        else:
-            continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for top, name in found:
-            for depth in range(len(parts), -1, -1):
-                limit = _number(top.joinpath(*parts[:depth], name))
-                if limit is not None and limit < UNLIMITED:
-                    yield limit
+    """Yield the memory limits of this process's control groups, up to the root, of both versions."""
+    for file in limit_files("memory", "memory.max", "memory.limit_in_bytes", root):
+        limit = _number(file)
+        if limit is not None and limit < UNLIMITED:
+            yield limit
 
 
 def _number(file: Path) -> int | None:
@@ -163,9 +147,8 @@ def _own_bytes(root: Path) -> int:
 
 def share_here(config: Config, replicas: int, node: str) -> float:
     """Return the share of a replica, of so many, on a node of the Ray cluster that this process belongs to."""
-    import ray
-
-    cpus = next((known["Resources"].get("CPU", 0.0) for known in ray.nodes() if known["NodeID"] == node), None)
+    known = node_resources(node)
+    cpus = known.get("CPU", 0.0) if known else None
     return share_of(config.cluster, replicas, resolve_device(config.model.device), cpus)
 
 
