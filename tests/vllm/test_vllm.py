@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engine.engine import Engine
 from warmkv.replicas.engines.kv_events import BlocksStored, decode
 from warmkv.replicas.loading.load import load_model
-from warmkv.replicas.protocol import Constraint, Event, Finished, Started, TokenLogprobs
+from warmkv.replicas.protocol import Constraint, Event, Failed, Finished, Started, TokenLogprobs
 from warmkv.simulator.steps.costs import PhaseCosts, StepCost, UniformCosts
 from warmkv.simulator.studies.replays.verify import verify
 
@@ -285,6 +286,19 @@ def test_constrained_answers(replica: Replica, kind, text):
         assert isinstance(json.loads(said)["n"], bool)
     else:
         assert said == "abc"
+
+
+def test_what_vllm_refuses_is_told_as_a_refusal(replica: Replica):
+    schema: dict[str, Any] = {}
+    for _ in range(40):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tokens = replica.tokenizer.encode("Answer:")
+    for constraint in (Constraint("json_schema", json.dumps(schema)), Constraint("regex", "a\x00")):
+        refused = end(replica.answer(replica.request(tokens, 8, constraint=constraint)))
+        assert isinstance(refused, Failed)
+        assert refused.fault == "refused", refused.message
+    all_tokens = replica.request(tokens, 8, temperature=1.0, top_k=1 << 64, ignore_eos=True)
+    assert len(tokens_of(replica.answer(all_tokens))) > 0
 
 
 def test_what_another_replica_drew_is_gone_on_from(replica: Replica):

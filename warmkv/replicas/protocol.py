@@ -211,11 +211,12 @@ class Finished:
 class Failed:
     """The replica could not go on with the request; nothing follows.
 
-    What is the request's own fault would fail in any replica, and may fail others with it: it is not sent again.
+    What is the request's own fault would fail in any replica, and may fail others with it: it is not sent again. One
+    that is `refused` was not begun: the client is told why, as where the replica does not take it (Refused).
     """
 
     message: str
-    fault: Literal["replica", "request"] = "replica"
+    fault: Literal["replica", "request", "refused"] = "replica"
 
 
 STOPPING = Failed("the replica is stopping")

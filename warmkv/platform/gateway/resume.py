@@ -27,7 +27,15 @@ from warmkv.replicas.protocol import (
     QueueFullError,
     Started,
     TokenLogprobs,
+    UnservableRequestError,
 )
+
+FAULTS: dict[str, type[Exception]] = {
+    "replica": ReplicaFailedError,
+    "request": RequestFailedError,
+    "refused": UnservableRequestError,
+}
+"""What is raised for a Failed, by its `fault`."""
 
 
 class ReplicaStalledError(ReplicaFailedError):
@@ -202,7 +210,7 @@ async def _next(events: Events, progress: AnswerProgress, silence: float, deadli
     """Return the next event.
 
     Raises ReplicaFailedError where there is none, or nothing comes within `silence` seconds, RequestFailedError where
-    the request cannot be computed, TimeoutError at the `deadline`.
+    the request cannot be computed, UnservableRequestError where it is refused, TimeoutError at the `deadline`.
     """
     progress.heard = asyncio.get_running_loop().time()
     while True:
@@ -219,7 +227,7 @@ async def _next(events: Events, progress: AnswerProgress, silence: float, deadli
     if event is None:
         raise ReplicaFailedError("it ended the answer early")
     if isinstance(event, Failed):
-        raise (RequestFailedError if event.fault == "request" else ReplicaFailedError)(event.message)
+        raise FAULTS[event.fault](event.message)
     if isinstance(event, Finished) and event.reason == "cancelled":  # not by us: we would not be listening
         raise ReplicaFailedError("it gave the answer up")
     return event

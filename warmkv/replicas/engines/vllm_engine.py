@@ -27,13 +27,14 @@ from warmkv.replicas import device_memory
 from warmkv.replicas.background import Background
 from warmkv.replicas.block_store.presence import Publish
 from warmkv.replicas.completions import Completions
+from warmkv.replicas.engine.faults import FailureKind
 from warmkv.replicas.engine.scheduler import Emit
 from warmkv.replicas.engine.stats import EngineStats
 from warmkv.replicas.engines.event_stream import EventStream
 from warmkv.replicas.engines.interface import Parts, Place
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.engines.orphans import children_end_with_this_process, settled
-from warmkv.replicas.engines.vllm_requests import check, generate
+from warmkv.replicas.engines.vllm_requests import check, failure, generate
 from warmkv.replicas.engines.vllm_start import TOPIC, Model, Steps, endpoint, read_model, start_llm
 from warmkv.replicas.engines.zmq_events import batches, replayed
 from warmkv.replicas.protocol import (
@@ -118,7 +119,8 @@ class VllmEngine:
         self._told = asyncio.Event()  # of blocks that came to vLLM's cache, or left it
         self._watcher = watcher  # which kills vLLM's processes if this one ends
         self._completions = Completions()
-        self._failed = self._touched = 0
+        self._failures: dict[FailureKind, int] = {"request": 0, "device": 0}
+        self._touched = 0
         self._stopping = False
 
     @property
@@ -194,7 +196,7 @@ class VllmEngine:
             store_tiers=tiers,
             evicted=sum(count for (_, why), count in self.store.left.items() if why != "expired"),
             expired=sum(count for (_, why), count in self.store.left.items() if why == "expired"),
-            failures={"device": self._failed},
+            failures=dict(self._failures),
             slot_limit=limit,
             compressed={},
             touched=self._touched,
@@ -250,9 +252,11 @@ class VllmEngine:
                 self._flush_soon()
             raise
         except Exception as error:
-            log.exception("vLLM failed with a request")
-            self._failed += 1
-            emit(Failed(f"{type(error).__name__}: {error}", "request" if isinstance(error, ValueError) else "replica"))
+            end = failure(error, engine_lives=not self._llm.errored)
+            if end.fault != "refused":
+                log.exception("vLLM failed with a request")
+                self._failures["request" if end.fault == "request" else "device"] += 1
+            emit(end)
             self._flush_soon()
 
     def _started(self, request: GenerateRequest, output: Any, arrived: float) -> Started:

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 from warmkv.config import Capabilities
-from warmkv.replicas.protocol import Constraint, GenerateRequest, UnservableRequestError
+from warmkv.replicas.protocol import Constraint, Failed, GenerateRequest, UnservableRequestError
 from warmkv.replicas.refusals import check_tokens
+
+MOST_TOP_K = (1 << 31) - 1  # of vLLM's tensors; more than any vocabulary, so it means all, as every larger number does
 
 STRUCTURED = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 """Kinds of constraints by their fields of vLLM's StructuredOutputsParams, where these take the text as it is."""
@@ -38,7 +40,7 @@ def sampling_fields(request: GenerateRequest, eos_ids: Collection[int]) -> dict[
         "min_tokens": max(0, min(sampling.min_tokens, sampling.max_tokens) - drawn),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "top_k": min(sampling.top_k, MOST_TOP_K),
         "min_p": sampling.min_p,
         "seed": sampling.seed & (1 << 63) - 1,
         "stop_token_ids": sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}),
@@ -64,7 +66,7 @@ def structured_fields(constraint: Constraint) -> dict[str, Any]:
 def generate(
     llm: Any, request: GenerateRequest, salt: str, eos_ids: Collection[int], priority: int
 ) -> AsyncIterator[Any]:
-    """Send vLLM a request and yield its outputs, each with what is new. Raises ValueError for what it does not take.
+    """Send vLLM a request and yield its outputs, each with what is new. Raises vLLM's errors (`failure`).
 
     Of those that wait, the one with the least `priority` begins first.
     """
@@ -82,3 +84,20 @@ def generate(
         tokens_input([*request.token_ids, *request.resume], cache_salt=salt), parameters, request.id, priority=priority
     )
     return outputs
+
+
+def failure(error: Exception, *, engine_lives: bool) -> Failed:
+    """Return how an answer ends by an error of `generate`.
+
+    vLLM raises a refusal as it is and wraps what else went wrong. If its engine lives on, a value that it could not
+    handle was the request's; if not, every request in flight ends by the error.
+    """
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    if isinstance(error, VLLMClientError):
+        return Failed(str(error), "refused")
+    cause = error.__cause__ if isinstance(error, EngineGenerateError) else None
+    cause = cause or error
+    is_requests = engine_lives and isinstance(cause, ValueError | TypeError | OverflowError)
+    return Failed(f"{type(cause).__name__}: {cause}", "request" if is_requests else "replica")

@@ -44,6 +44,7 @@ from warmkv.replicas.protocol import (
     GenerateRequest,
     QueueFullError,
     Started,
+    UnservableRequestError,
 )
 
 Fault = Literal["raises", "fails", "ends", "hangs"]
@@ -339,6 +340,13 @@ def test_what_crashed_a_step_is_not_sent_again(begun):
     assert (len(sent), outcomes) == (1, ["none"])
     error = from_exception(caught.value)
     assert (error.type, error.final) == ("api_error", True)
+
+
+def test_what_an_engine_refuses_is_the_client_s_error():
+    outcomes, sent = [], []
+    with pytest.raises(UnservableRequestError, match="too deep") as caught:
+        answer(make_request(prompt(20)), told([Admitted(), Failed("too deep", "refused")], outcomes, sent))
+    assert (len(sent), outcomes, from_exception(caught.value).status) == (1, ["none"], 400)
 
 
 def test_every_fault_of_a_replica_is_told_to_its_breaker():

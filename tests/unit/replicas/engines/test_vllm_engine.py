@@ -1,6 +1,7 @@
 """The engine over a vLLM that answers as it is told: its events, refusals, ends and health. Without vLLM."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ from warmkv.policies.slot_sizes import KVShape
 from warmkv.replicas.engines import vllm_engine, vllm_start
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.engines.vllm_engine import VllmEngine
-from warmkv.replicas.engines.vllm_requests import sampling_fields, structured_fields
+from warmkv.replicas.engines.vllm_requests import sampling_fields
 from warmkv.replicas.engines.vllm_start import Model, Steps
 from warmkv.replicas.protocol import (
     Constraint,
@@ -49,6 +50,17 @@ def output(*tokens: int, finish: str | None = None, logprobs: Any = None, cached
     return SimpleNamespace(outputs=[part], num_cached_tokens=cached, finished=finish is not None, metrics=times)
 
 
+class ClientError(Exception):
+    """As vLLM's VLLMClientError."""
+
+
+class GenerateError(Exception):
+    """As vLLM's EngineGenerateError, around `cause`."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.__cause__ = cause
+
+
 class Setup:
     """An engine whose vLLM gives the outputs that are put for a request."""
 
@@ -60,6 +72,11 @@ class Setup:
         self.priorities: list[int] = []
         self.llm = SimpleNamespace(errored=False, shutdown=lambda: None)
         monkeypatch.setattr(vllm_engine, "generate", self.generate)
+        for module, raised in (
+            ("vllm.exceptions", SimpleNamespace(VLLMClientError=ClientError)),
+            ("vllm.v1.engine.exceptions", SimpleNamespace(EngineGenerateError=GenerateError)),
+        ):
+            monkeypatch.setitem(sys.modules, module, raised)
         config = EngineConfig(kind="vllm", **settings)
         ledger = PrefixLedger(16, 1, 1000, Lifetimes.of(PrefixCacheConfig()), self.clock, lambda *_: None)
         self.steps = Steps(self.clock)
@@ -132,8 +149,6 @@ def test_an_answer_is_told_as_warmkv_s_own_engine_does(monkeypatch):
         ),
         ({}, [output(7), output(finish="abort")], [7], Finished("cancelled", 1)),
         ({}, [output(7), output(finish="error")], [7], Failed("vLLM ended the answer by 'error'")),
-        ({}, [output(7), ValueError("no")], [7], Failed("ValueError: no", "request")),
-        ({}, [output(7), RuntimeError("dead")], [7], Failed("RuntimeError: dead")),
     ],
 )
 def test_ends(monkeypatch, options, outputs, tokens, end):
@@ -144,6 +159,29 @@ def test_ends(monkeypatch, options, outputs, tokens, end):
         await turns()
         assert told[1:] == [*tokens, end]
         assert here.engine.stats().waiting == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "errored", "end", "counted"),
+    [
+        (ClientError("too deep"), False, Failed("too deep", "refused"), (0, 0)),
+        (GenerateError(OverflowError("too big")), False, Failed("OverflowError: too big", "request"), (1, 0)),
+        (GenerateError(ValueError("of no request")), True, Failed("ValueError: of no request"), (0, 1)),
+        (GenerateError(RuntimeError("lost")), False, Failed("RuntimeError: lost"), (0, 1)),
+        (RuntimeError("dead"), True, Failed("RuntimeError: dead"), (0, 1)),
+    ],
+)
+def test_what_vllm_refuses_is_the_request_s_fault(monkeypatch, error, errored, end, counted):
+    async def scenario() -> None:
+        here = Setup(monkeypatch)
+        told = here.ask()
+        here.llm.errored = errored
+        here.put("a", error)
+        await turns()
+        assert told == [end]
+        assert here.engine.stats().failures == dict(zip(("request", "device"), counted, strict=True))
 
     asyncio.run(scenario())
 
@@ -277,18 +315,6 @@ def test_health_is_that_of_vllm_and_of_its_steps(monkeypatch):
         await turns()
 
     asyncio.run(scenario())
-
-
-def test_constraints_are_fields_of_vllm():
-    kinds = {"json_schema": '{"type": "object"}', "regex": "a+", "grammar": "start: 'a'", "choice": '["a", "b"]'}
-    fields = [structured_fields(Constraint(kind, text)) for kind, text in kinds.items()]  # type: ignore[arg-type]
-    assert fields == [
-        {"json": kinds["json_schema"]},
-        {"regex": "a+"},
-        {"grammar": "start: 'a'"},
-        {"choice": ["a", "b"]},
-    ]
-    assert structured_fields(Constraint("json_object")) == {"json_object": True}
 
 
 def test_what_vllm_is_started_with_follows_from_the_settings_and_the_model():
