@@ -38,10 +38,6 @@ FAULTS: dict[str, type[Exception]] = {
 """What is raised for a Failed, by its `fault`."""
 
 
-class ReplicaStalledError(ReplicaFailedError):
-    """A replica that was silent for too long."""
-
-
 @dataclass(slots=True, eq=False)
 class Attempt:
     """One sending of a request. The gateway and its router share it; what goes to the replica is the request."""
@@ -129,7 +125,7 @@ async def resumed(
     Raises what the last replica raised, ReplicaFailedError where it raised nothing; if all are full, the
     QueueFullError of the one that expects to have room first; TimeoutError at the `deadline`, a time of the loop.
     """
-    clock = asyncio.get_running_loop().time
+    clock, silence = asyncio.get_running_loop().time, config.stall_seconds
     admitted, started, progress = False, False, AnswerProgress()
     if sink is not None:
         sink.progress = progress
@@ -156,7 +152,7 @@ async def resumed(
         outcome: Outcome = "none"
         try:
             async with aclosing(send(attempt)) as events:
-                while not isinstance(event := await _next(events, progress, config.stall_seconds, deadline), Finished):
+                while not isinstance(event := await _next(events, attempt, progress, silence, deadline), Finished):
                     if isinstance(event, Admitted):
                         if not admitted:
                             admitted = True
@@ -175,8 +171,6 @@ async def resumed(
                 yield event
                 return
         except Exception as error:
-            if isinstance(error, ReplicaStalledError) and attempt.replica is None:
-                continue  # it was waiting to be sent: no replica has failed
             attempts += (attempt,)
             if isinstance(error, QueueFullError):
                 full.append(error)
@@ -206,15 +200,17 @@ def _room_after(error: Exception) -> float:
     return math.inf if seconds is None else seconds
 
 
-async def _next(events: Events, progress: AnswerProgress, silence: float, deadline: float) -> Event:
+async def _next(events: Events, attempt: Attempt, progress: AnswerProgress, silence: float, deadline: float) -> Event:
     """Return the next event.
 
-    Raises ReplicaFailedError where there is none, or nothing comes within `silence` seconds, RequestFailedError where
-    the request cannot be computed, UnservableRequestError where it is refused, TimeoutError at the `deadline`.
+    Raises ReplicaFailedError where there is none, or nothing comes within `silence` seconds from the replica that has
+    the attempt, RequestFailedError where the request cannot be computed, UnservableRequestError where it is refused,
+    TimeoutError at the `deadline`.
     """
-    progress.heard = asyncio.get_running_loop().time()
+    clock = asyncio.get_running_loop().time
+    progress.heard = clock()
     while True:
-        stalled = progress.heard + silence
+        stalled, waits = progress.heard + silence, attempt.replica is None
         try:
             async with asyncio.timeout_at(min(stalled, deadline)) as waiting:
                 event = await anext(events, None)
@@ -222,8 +218,10 @@ async def _next(events: Events, progress: AnswerProgress, silence: float, deadli
         except TimeoutError:
             if not waiting.expired() or stalled >= deadline:
                 raise
-            if stalled == progress.heard + silence:  # else text was taken meanwhile
-                raise ReplicaStalledError(f"it was silent for {silence:g} s") from None
+            if waits or attempt.replica is None:  # it was not sent yet, so no replica is silent: it keeps its place
+                progress.heard = clock()
+            elif stalled == progress.heard + silence:  # else text was taken meanwhile
+                raise ReplicaFailedError(f"it was silent for {silence:g} s") from None
     if event is None:
         raise ReplicaFailedError("it ended the answer early")
     if isinstance(event, Failed):

@@ -28,6 +28,7 @@ from warmkv.platform.gateway.apis.errors import (
     from_exception,
     overloaded,
 )
+from warmkv.platform.gateway.replies import Mailbox
 from warmkv.platform.gateway.resume import Attempt, Send, resumed
 from warmkv.replicas.answers import Answers
 from warmkv.replicas.engine.engine import Engine
@@ -378,21 +379,36 @@ def test_a_client_that_leaves_is_no_fault_of_the_replica(engines):
 
 
 def test_what_waits_to_be_sent_is_not_taken_for_a_fault(engines):
-    """No replica is there for a while: each attempt is silent, but none was sent anywhere."""
+    """No replica is there for a while, then one that says nothing at first: it has been silent since it was sent."""
     seen: list[Attempt] = []
+    sending: list[asyncio.Task[None]] = []
     send = cluster(engines, [], [])
 
-    async def later(attempt: Attempt) -> AsyncGenerator[Event]:
+    def later(attempt: Attempt) -> Mailbox:
+        assert not seen, "it was sent again"
         seen.append(attempt)
-        if len(seen) < 4:
-            skip(STALL)
-            await asyncio.Event().wait()
-        async for event in send(attempt):
-            yield event
+        box = Mailbox(0, lambda box: None, attempt.take)
+
+        async def waits(seconds: float) -> None:
+            skip(seconds)
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        async def sent() -> None:
+            for _ in range(3):
+                await waits(STALL)
+            await waits(STALL * 0.9)
+            attempt.replica = "0"
+            await waits(STALL * 0.2)
+            async for event in send(attempt):
+                box.put(event)
+
+        sending.append(asyncio.create_task(sent()))
+        return box
 
     events, retried = answer(make_request(prompt(20)), later, retries=0)
     assert isinstance(events[-1], Finished)
-    assert (len(seen), retried) == (4, [])
+    assert (len(seen), retried) == (1, [])
 
 
 def test_the_router_hears_of_every_attempt_that_its_prompt_is_computed(engines):
