@@ -41,7 +41,7 @@ class PrefixLedger:
     """Blocks of a vLLM engine with the lives that requests gave them. For one thread.
 
     `limit` are the bytes of vLLM's cache, `token_bytes` those of a token in it, `keep_warm` those of prefixes that are
-    touched.
+    touched. Where vLLM caches nothing (`enabled`), it tells of no blocks, so none has other names.
     """
 
     def __init__(
@@ -53,7 +53,10 @@ class PrefixLedger:
         clock: Callable[[], float],
         publish: Publish,
         keep_warm: int = 0,
+        *,
+        enabled: bool = True,
     ) -> None:
+        self._enabled = enabled
         self._size, self._token_bytes, self._limit = block_size, token_bytes, limit
         self._lifetimes, self._clock, self._publish = lifetimes, clock, publish
         # Twice what vLLM has room for: tails, which are no blocks of vLLM's, are counted as well.
@@ -108,7 +111,7 @@ class PrefixLedger:
     def salt(self, request: GenerateRequest) -> str:
         """Note whose a request is and by which names its blocks go; return the `cache_salt` it is sent with."""
         self._tenants[request.root] = request.tenant
-        if request.other_from is not None:
+        if self._enabled and request.other_from is not None:
             first = request.other_from // self._size
             parent = request.hashes[first - 1] if first else request.root
             keys = hashing.block_hashes(request.token_ids[first * self._size :], self._size, parent)

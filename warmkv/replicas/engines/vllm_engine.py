@@ -78,16 +78,11 @@ def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: C
         watcher.communicate()
         raise
     settled(watcher)
+    lifetimes, clock = Lifetimes.of(cache), time.monotonic
     ledger = PrefixLedger(
-        cache.block_size,
-        model.token_bytes,
-        limit,
-        Lifetimes.of(cache),
-        time.monotonic,
-        publish,
-        cache.keep_warm,
+        cache.block_size, model.token_bytes, limit, lifetimes, clock, publish, cache.keep_warm, enabled=cache.enabled
     )
-    engine = VllmEngine(llm, config.engine, model, ledger, steps, folder, place.replica, time.monotonic, watcher)
+    engine = VllmEngine(llm, config.engine, model, ledger, steps, folder, place.replica, clock, watcher)
     return Parts(engine, plan.to_json(), None, lambda terms, ask, recorder: Alone())
 
 

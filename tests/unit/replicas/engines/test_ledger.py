@@ -252,6 +252,18 @@ def test_other_names_of_what_is_never_computed_are_forgotten():
     assert not vllm.ledger._own
 
 
+def test_no_names_are_kept_where_vllm_caches_nothing():
+    """It tells of no blocks then: none would ever be told to be gone."""
+    ledger = PrefixLedger(SIZE, 1, 1 << 30, LIFETIMES, lambda: 0.0, lambda *_: None, enabled=False)
+    for first in range(3):
+        request = asked(range(first, first + 9), other=True)
+        ledger.salt(request)
+        ledger.began(request, 0, 0.0)
+        ledger.ended(request.id)
+    assert not ledger._own
+    assert not ledger._names
+
+
 def test_blocks_behind_what_has_outlived_its_ttl_are_looked_at_once(monkeypatch):
     """A prompt of thousands of blocks that goes on after its TTL held up the event loop, block by block."""
     vllm = Vllm()
