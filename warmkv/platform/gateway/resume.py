@@ -58,10 +58,12 @@ class Attempt:
 class Sink:
     """Where text goes as it comes, without a task that is woken for it. While there is no `take`, it is yielded.
 
-    Log-probabilities of the prompt are collected here; they are whole when the answer has started.
+    `restart` forgets the text that came, as the answer is computed again from its start; there is none once the client
+    may have some of it. Log-probabilities of the prompt are collected here; they are whole when the answer has started.
     """
 
     take: Callable[[Delta], None] | None = None
+    restart: Callable[[], None] | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     progress: AnswerProgress | None = None  # of the answer, since it was sent
 
@@ -79,6 +81,10 @@ class AnswerProgress:
     def begin(self) -> None:
         """Note that another attempt begins."""
         self.own, self.length = [], 0
+
+    def restart(self) -> None:
+        """Note that the client has nothing, after all: the next attempt begins at the start."""
+        self.sent, self.output_ids = 0, []
 
     def missing(self, delta: Delta) -> Delta | None:
         """Note text of the attempt, and return what of it the client lacks."""
@@ -121,7 +127,8 @@ async def resumed(
 
     A replica that fails is replaced by another, up to `gateway.retries` times; `retried` hears whether the answer had
     begun ("streaming") or not ("waiting"). One that is full is passed over ("full") as long as there are others. What
-    is the request's own fault is not tried again.
+    is the request's own fault is not tried again. An answer that no replica goes on with is computed from its start
+    where `sink` can `restart`.
     Raises what the last replica raised, ReplicaFailedError where it raised nothing; if all are full, the
     QueueFullError of the one that expects to have room first; TimeoutError at the `deadline`, a time of the loop.
     """
@@ -172,6 +179,12 @@ async def resumed(
                 return
         except Exception as error:
             attempts += (attempt,)
+            if isinstance(error, UnservableRequestError) and sent.resume:  # it was taken, but cannot be gone on with
+                if sink is None or sink.restart is None:
+                    raise ReplicaFailedError(str(error)) from error
+                progress.restart()
+                sink.restart()
+                continue
             if isinstance(error, QueueFullError):
                 full.append(error)
                 if not attempt.others:

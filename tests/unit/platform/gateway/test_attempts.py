@@ -1,16 +1,33 @@
-"""Attempts at an answer through the real sender: who waits keeps its place, and what cannot go on begins anew."""
+"""Attempts at an answer, from the gateway's line on: who waits keeps its place, what cannot go on begins anew."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from tests import clocks
 from tests.clocks import SkippingLoop, skip
+from tests.unit.platform.exchanges import STARTED, Exchange, chat, message
+from tests.unit.platform.gateway.apis.test_tool_calls import FUNCTION, TOOL, Scripted, call
 from tests.unit.platform.wires import Cluster
 from tests.unit.replicas.conftest import make_request
 from tests.unit.replicas.engine.test_engine import prompt
 from warmkv.config import load
-from warmkv.platform.gateway.resume import resumed
+from warmkv.platform.gateway.apis.errors import ReplicaFailedError
+from warmkv.platform.gateway.resume import Attempt, Events, Sink, resumed
+from warmkv.replicas.protocol import (
+    Admitted,
+    Constraint,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    UnservableRequestError,
+)
 
 STALL = 1000.0  # seconds of silence, which are skipped
 
@@ -39,3 +56,86 @@ def test_who_waits_in_line_for_long_keeps_its_place():
         cluster.replies.close()
 
     clocks.run(scenario(), SkippingLoop)
+
+
+async def dies(attempt: Attempt, text: str) -> AsyncGenerator[Event]:
+    """Write a text, then fail as a replica that dies."""
+    attempt.replica = "gone"
+    delta = Delta(text, 5, (7,) * 5)
+    for event in (Admitted(), STARTED, *(() if attempt.take(delta) else (delta,)), Failed("dead")):
+        yield event
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_constrained_answer_begins_anew_on_vllm_or_ends_with_the_replica_s_error(restarts):
+    async def scenario() -> None:
+        config = load(flags=["engine.kind=vllm"], environ={})
+        cluster, texts = Cluster(1, config), list[str]()
+        sink = Sink(lambda delta: texts.append(delta.text), texts.clear if restarts else None)
+        asked = make_request(prompt(4))
+        asked = replace(asked, sampling=replace(asked.sampling, constraint=Constraint("regex", "a+")))
+
+        def send(attempt: Attempt) -> Events:
+            return cluster.sender.send(attempt) if attempt.given_up else dies(attempt, "x")
+
+        async def answered() -> list[Event]:
+            events = []
+            async for event in resumed(asked, send, config.gateway, print, sink=sink):
+                events.append(event)
+                if isinstance(event, Delta):
+                    texts.append(event.text)
+            return events
+
+        answer = asyncio.create_task(answered())
+        while not answer.done():
+            for replica in cluster.replicas:
+                replica.deliver(1 << 20)
+                replica.step(9)
+            await asyncio.sleep(0)
+        if restarts:
+            assert (await answer)[-1] == Finished("end", 4)
+            assert texts == ["".join(map(chr, asked.token_ids))]
+            assert sink.progress is not None
+            assert sink.progress.output_ids == list(asked.token_ids)
+        else:
+            with pytest.raises(ReplicaFailedError, match="the rest of a constrained answer"):
+                await answer
+        cluster.replies.close()
+
+    clocks.run(scenario(), SkippingLoop)
+
+
+class Dying(Scripted):
+    """A gateway before replicas of which the first dies behind `begun`; no other goes on with what it wrote."""
+
+    begun = ""
+
+    async def answer(self, attempt: Attempt) -> AsyncGenerator[Event]:
+        if attempt.request.resume:
+            raise UnservableRequestError("no replica goes on with it")
+        async for event in super().answer(attempt) if attempt.given_up else dies(attempt, self.begun):
+            yield event
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("begun", "is_shown"), [('<tool_call>\n{"name": "lo', False), ("I see that ", True)])
+def test_an_answer_begins_anew_while_its_client_has_nothing_of_it(tmp_path, path, stream, begun, is_shown):
+    gateway = Dying(tmp_path, call("right"))
+    gateway.begun = begun
+    tools: dict[str, Any] = {"tools": [TOOL if path == "/v1/messages" else FUNCTION], "stream": stream}
+    body = (message if path == "/v1/messages" else chat)(gateway, **tools)
+
+    async def run() -> Exchange:
+        return await Exchange(gateway, path, body).whole()
+
+    told = asyncio.run(run())
+    assert told.status == 200
+    (record,) = gateway.records
+    if stream and is_shown:
+        assert b"The replica failed: no replica goes on with it" in told.body
+        assert (record.status, record.error) == ("error", "api_error")
+    else:
+        assert b"right" in told.body
+        assert begun.encode() not in told.body
+        assert (record.status, record.usage.output) == ("ok", gateway.written)

@@ -102,7 +102,11 @@ class Answer:
             self._count(delta)
             parts.append(delta.text)
 
-        self.sink.take = take
+        def restart() -> None:
+            self._forget()
+            parts.clear()
+
+        self.sink.take, self.sink.restart = take, restart
         while (delta := await self.more()) is not None:
             parts.append(delta.text)
         return "".join(parts)
@@ -112,7 +116,8 @@ class Answer:
         if self.expected is None:
             text = await self.text()
             return [Text(text)] if text else []
-        parser, found = self.expected.parser(), list[Part]()
+        expected, found = self.expected, list[Part]()
+        parser = expected.parser()
 
         def take(delta: Delta) -> None:
             self._count(delta)
@@ -120,7 +125,13 @@ class Answer:
             if parser.done:
                 self.sink.take = None
 
-        self.sink.take = take
+        def restart() -> None:
+            nonlocal parser
+            self._forget()
+            found.clear()
+            parser = expected.parser()
+
+        self.sink.take, self.sink.restart = take, restart
         while (delta := await self.more()) is not None:
             found += self._parsed(parser, delta.text)
             if parser.done:
@@ -157,13 +168,23 @@ class Answer:
     async def write_parts(self, out: EventWriter, events: Callable[[list[Part]], bytes]) -> None:
         """Write the answer to the end as the `events` that its parts make. Raises ApiError."""
         assert self.expected is not None
-        parser = self.expected.parser()
+        expected = self.expected
+        parser = expected.parser()
 
         def event(text: str) -> bytes:
             parts = self._parsed(parser, text)
             self.satisfied = parser.done
-            return events(parts) if parts else b""
+            if not parts:
+                return b""
+            self.sink.restart = None
+            return events(parts)
 
+        def restart() -> None:
+            nonlocal parser
+            self._forget()
+            parser = expected.parser()
+
+        self.sink.restart = restart
         await self.write(out, event)
         if parts := self._rest(parser):
             await out.send(events(parts))
@@ -248,6 +269,12 @@ class Answer:
         """Return the log-probabilities of tokens that came since the last call."""
         taken, self._logprobs = self._logprobs, []
         return taken
+
+    def _forget(self) -> None:
+        """Count anew: the answer is computed again from its start."""
+        self.output_tokens = self.thinking_tokens = self.parsed_tokens = 0
+        self.satisfied = False
+        self._logprobs.clear()
 
     def _count(self, event: Delta | Finished) -> None:
         self.last_token, self.output_tokens = self.clock() - self.begun, event.output_tokens
