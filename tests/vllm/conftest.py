@@ -14,7 +14,6 @@ from tests.polling import PATIENCE
 from warmkv.config import Config, parse
 from warmkv.prefixes import breakpoints, hashing
 from warmkv.prefixes.breakpoints import Breakpoint
-from warmkv.replicas import device_memory
 from warmkv.replicas.engine.outputs import OutputProcessor
 from warmkv.replicas.engines import build_engine
 from warmkv.replicas.engines.interface import Place
@@ -123,22 +122,20 @@ class Replica:
 
 def started_replica(storage: str = "model", policy: str = "full") -> Replica:
     """Start a vLLM with a cache of 40 blocks of the model's dtype, whatever its format is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_memory, "share_here", lambda config, node: 1.0)
-        kv = BLOCKS * BLOCK * TOKEN_BYTES
-        config = parse(
-            {
-                "engine": {"kind": "vllm", "max_context": 512, "kv_bytes": kv // 2, "max_slots": 4},
-                "prefix_cache": {
-                    "memory_bytes": kv // 2,
-                    "block_size": BLOCK,
-                    "storage": storage,
-                    "keep_warm": KEPT_WARM * BLOCK * TOKEN_BYTES,
-                },
-                "compression": {"policy": policy},
-            }
-        )
-        return Replica(config)
+    kv = BLOCKS * BLOCK * TOKEN_BYTES
+    config = parse(
+        {
+            "engine": {"kind": "vllm", "max_context": 512, "kv_bytes": kv // 2, "max_slots": 4},
+            "prefix_cache": {
+                "memory_bytes": kv // 2,
+                "block_size": BLOCK,
+                "storage": storage,
+                "keep_warm": KEPT_WARM * BLOCK * TOKEN_BYTES,
+            },
+            "compression": {"policy": policy},
+        }
+    )
+    return Replica(config)
 
 
 @pytest.fixture(scope="session")

@@ -166,7 +166,8 @@ class Answers:
             self._end(link, stream, Failed(f"{type(error).__name__}: {error}"))
         else:
             if isinstance(end := future.result(), Failed):
-                log.error("answer failed: %s", end.message)
+                refused = end.fault == "refused"  # the client's doing
+                log.log(logging.INFO if refused else logging.ERROR, "answer failed: %s", end.message)
             self._end(link, stream, None)
 
     def _cancel(self, link: Link, stream: int) -> None:
