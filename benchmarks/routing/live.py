@@ -26,7 +26,7 @@ from warmkv.simulator.studies.replays.variants import Variant
 from warmkv.simulator.workload import access_log
 
 CONTESTANTS = {"warmkv": ("prefix_cost", "power_of_two", "affinity"), "vllm": ("prefix_cost", "affinity")}
-"""By the engine: vLLM's replicas are two processes each, and those of three services do not fit beside each other."""
+"""By the engine: vLLM's replicas are three processes each, and those of three services do not fit beside each other."""
 
 REPLICAS = 4
 BLOCK = 32  # vLLM's on a CPU, or a multiple of it

@@ -180,7 +180,7 @@ def test_bits_of_replicas_that_left_are_used_again():
 
 
 def test_everything_is_read_once_however_many_replicas_there_are(monkeypatch):
-    """A gateway that starts is sent everything in one turn of the directory."""
+    """Read them once, since a gateway that starts is sent everything in one turn of the directory."""
     index = PrefixIndex()
     for number in range(30):
         index.add(f"r{number}", pack(KEYS), TIERS[number % 3])

@@ -142,7 +142,7 @@ def test_stored_prompts_are_hashed_as_text(read):
 
 
 def test_a_stored_prompt_that_was_cut_is_none(read):
-    """LiteLLM keeps 2,048 characters of a text, from its beginning and its end."""
+    """Derive its prefix: LiteLLM keeps 2,048 characters of a text, from its beginning and its end."""
     text = "word " * 250 + "... (litellm_truncated skipped 77952 chars. ...) ..." + "word " * 200
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
     whole = json.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * 4000}]})
@@ -154,7 +154,7 @@ def test_a_stored_prompt_that_was_cut_is_none(read):
 
 
 def test_files_of_a_log_have_one_scale(tmp_path):
-    """So that blocks of equal prompts are equal, whichever prompt of its file came first."""
+    """Give equal prompts equal blocks, whichever prompt of its file came first."""
 
     def row(name, tokens, text):
         body = {"model": "m", "messages": [{"role": "user", "content": text}]}

@@ -106,7 +106,7 @@ def test_a_constrained_answer_begins_anew_on_vllm_or_ends_with_the_replica_s_err
 
 
 class Dying(Scripted):
-    """A gateway before replicas of which the first dies behind `begun`; no other goes on with what it wrote."""
+    """Play a gateway before replicas of which the first dies behind `begun`; no other goes on with what it wrote."""
 
     begun = ""
 

@@ -379,7 +379,7 @@ def test_a_client_that_leaves_is_no_fault_of_the_replica(engines):
 
 
 def test_what_waits_to_be_sent_is_not_taken_for_a_fault(engines):
-    """No replica is there for a while, then one that says nothing at first: it has been silent since it was sent."""
+    """Count silence from when a replica has the attempt, here after none was there for a while."""
     seen: list[Attempt] = []
     sending: list[asyncio.Task[None]] = []
     send = cluster(engines, [], [])

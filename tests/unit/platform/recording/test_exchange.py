@@ -147,7 +147,7 @@ def test_packed_requests_are_read(analyst):
 
 
 def test_a_prompt_that_goes_on_from_an_answer_is_as_long_as_reported_and_settles_nothing(analyst):
-    """Only its end was sent, so that nothing is known of its prefix."""
+    """Take nothing of its prefix as known, since only its end was sent."""
     body = {"model": "m", "input": "And then?", "previous_response_id": "resp_1"}
     usage = {"input_tokens": 5200, "input_tokens_details": {"cached_tokens": 5120}, "output_tokens": 9}
     found = [analyst.record(exchange(body, json.dumps({"usage": usage}).encode(), "/v1/responses")) for _ in "ab"]

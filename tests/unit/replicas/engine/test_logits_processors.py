@@ -94,7 +94,7 @@ def test_each_row_is_changed_by_its_own_request_as_defined(rows):
 
 @pytest.mark.parametrize("penalty", [1e-39, 1e-300])
 def test_logits_stay_finite_under_a_tiny_repetition_penalty(penalty):
-    """It is zero in float32, or a quotient by it infinite; tokens of the prompt may be banned, too."""
+    """Take one that is zero in float32, or by which a quotient is infinite; tokens of the prompt may be banned, too."""
     parameters = {"repetition_penalty": penalty, "min_tokens": 1}
     (changed,) = processed([([5.0] * (TOKENS - 1) + [-5.0], parameters, [2, EOS], [], None)])
     assert changed[EOS] == -math.inf
@@ -261,7 +261,7 @@ def test_thinking_ends_where_its_budget_is_used_up(models, budget, is_open):
 
 @pytest.mark.parametrize("others", [(), (None,)])
 def test_a_constraint_has_thinking_end_where_it_allows_that(others):
-    """Within a character of several tokens it does not: the row is drawn from what goes on with it."""
+    """Draw from what goes on with a character of several tokens, within which thinking may not end."""
 
     def changed(banned: list[bool]) -> list[float]:
         request = make_request([2], thinking=ThinkingBudget(0, 0, 1, is_open=True), min_tokens=1, stop_token_ids=(1,))

@@ -253,7 +253,7 @@ def test_other_names_of_what_is_never_computed_are_forgotten():
 
 
 def test_no_names_are_kept_where_vllm_caches_nothing():
-    """It tells of no blocks then: none would ever be told to be gone."""
+    """Keep none, since vLLM tells of no blocks then: none would ever be told to be gone."""
     ledger = PrefixLedger(SIZE, 1, 1 << 30, LIFETIMES, lambda: 0.0, lambda *_: None, enabled=False)
     for first in range(3):
         request = asked(range(first, first + 9), other=True)

@@ -51,11 +51,11 @@ def output(*tokens: int, finish: str | None = None, logprobs: Any = None, cached
 
 
 class ClientError(Exception):
-    """As vLLM's VLLMClientError."""
+    """Stand for vLLM's VLLMClientError."""
 
 
 class GenerateError(Exception):
-    """As vLLM's EngineGenerateError, around `cause`."""
+    """Stand for vLLM's EngineGenerateError, around `cause`."""
 
     def __init__(self, cause: Exception) -> None:
         self.__cause__ = cause

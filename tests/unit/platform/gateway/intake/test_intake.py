@@ -86,7 +86,7 @@ def nested_object(levels: int) -> Any:
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1E+400", "1" + "0" * 400 + ".0"])
 def test_numbers_that_are_not_finite_are_no_json(number):
-    """Answers of the Responses API, which tell the tools, could not be written."""
+    """Refuse them, since the Responses API tells the tools again and could not write its answer."""
     tool = '{"type": "function", "name": "f", "parameters": {"properties": {"x": [0, {"maximum": %s}]}}}'
     body = '{"model": "tiny", "input": "x", "tools": [' + tool + "]}"
     with pytest.raises(ApiError, match="Invalid JSON"):
