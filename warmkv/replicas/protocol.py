@@ -44,6 +44,9 @@ class ThinkingBudget:
     is_open: bool = False  # at the end of the prompt
 
 
+MOST_TOP_K = (1 << 31) - 1  # fits into engines' numbers; more than any vocabulary, so it means all, as larger ones do
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn, as in vLLM. The defaults leave the model's distribution as it is; temperature 0 is greedy.

@@ -102,8 +102,7 @@ class Analyst:
             max_tokens=next((n for key in MAX_TOKENS if type(n := body.get(key)) is int and n >= 0), 0),
             status=outcome,
             stop_reason=answer.stop_reason if ok else outcome,
-            error=answer.error
-            or ("" if outcome != "error" else f"http_{exchange.code}" if exchange.code >= 400 else "cut_off"),
+            error=answer.error or (_fault(exchange.code) if outcome == "error" else ""),
             session=self._session(exchange.headers, body),
             bytes_per_token=scale,
         )
@@ -147,6 +146,11 @@ def _name(value: Any) -> str:
     return value if isinstance(value, str) and NAMES.fullmatch(value) else ""
 
 
+def _fault(code: int) -> str:
+    """Name what an answer without an error of its own failed by: a status of HTTP, or that upstream cut it off."""
+    return f"http_{code}" if code >= 400 else "cut_off"
+
+
 @dataclass(slots=True)
 class Answer:
     """What an answer tells: its usage, if it reports one, why it ended, and else of a stream how many events it had."""
@@ -179,10 +183,11 @@ class Answer:
                 if isinstance(usage := one.get("usage"), dict):
                     counts |= {key: value for key, value in usage.items() if value is not None}
                 self.stop_reason = _name(one.get("stop_reason") or one.get("finish_reason")) or self.stop_reason
-                error = one if one.get("type") == "error" and "error" not in one else one.get("error")
+                error = one.get("error")
+                if one.get("type") == "error" and error is None:  # of the Responses API
+                    error = {"code": one.get("code")}
                 if isinstance(error, dict):
-                    named = error.get("code") if error is one else error.get("type") or error.get("code")
-                    self.error = _name(named) or "error"
+                    self.error = _name(error.get("type") or error.get("code")) or "error"
         try:
             self.usage = usage_of(counts) if counts else None
         except ValueError:

@@ -157,6 +157,7 @@ class Proxy:
         async def body() -> AsyncIterator[bytes]:
             if request.headers.get("Expect", "").lower() == "100-continue":
                 await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                request.writer.output_size = 0  # no answer has begun: aiohttp may still refuse the request
             async for data in request.content.iter_any():
                 if exchange is not None:
                     copied(exchange.request, data)

@@ -7,10 +7,8 @@ from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 from warmkv.config import Capabilities
-from warmkv.replicas.protocol import Constraint, Failed, GenerateRequest, UnservableRequestError
+from warmkv.replicas.protocol import MOST_TOP_K, Constraint, Failed, GenerateRequest, UnservableRequestError
 from warmkv.replicas.refusals import check_tokens
-
-MOST_TOP_K = (1 << 31) - 1  # of vLLM's tensors; more than any vocabulary, so it means all, as every larger number does
 
 STRUCTURED = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 """Kinds of constraints by their fields of vLLM's StructuredOutputsParams, where these take the text as it is."""

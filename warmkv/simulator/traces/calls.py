@@ -92,7 +92,7 @@ def records(calls: Iterable[Call], reading: Reading) -> Iterator[RequestRecord]:
             tokens = call.usage.prompt
             plan = conversations.plan(call.model, call.session, call.usage, marked=call.breakpoints)
         if reading.scope != "global":
-            plan = _scoped(plan, call, reading.scope)
+            plan = _scoped(plan, call, reading)
         yield RequestRecord(
             id=call.id or str(number),
             arrival=call.arrival,
@@ -116,15 +116,16 @@ def records(calls: Iterable[Call], reading: Reading) -> Iterator[RequestRecord]:
         )
 
 
-def _scoped(plan: CachePlan, call: Call, scope: str) -> CachePlan:
+def _scoped(plan: CachePlan, call: Call, reading: Reading) -> CachePlan:
     """Return a plan whose keys are equal only within the call's session or tenant. Raises TraceError."""
-    owner = call.session if scope == "session" else call.tenant
+    owner = call.session if reading.scope == "session" else call.tenant
     if not owner:
-        raise TraceError(f"the trace does not tell the {scope} of every request")
-    root = hashing.chain_root(b"", owner)
+        raise TraceError(f"the trace does not tell the {reading.scope} of every request")
+    root, known = hashing.chain_root(b"", owner), reading.learned.hashes
 
     def own(key: bytes) -> bytes:
-        return hashing.chained(root, key)
+        found = hashing.chained(root, key)
+        return known.setdefault(found, found)
 
     return CachePlan(
         tuple(map(own, plan.hashes)),

@@ -27,6 +27,7 @@ def parser(reading: Reading) -> Parse:
 
     def row_of(row: Mapping[str, Any]) -> Iterable[Call | None]:
         if field(row, "call_type") not in GENERATING:
+            # A call that is not known, but has generated, is counted as left out; embeddings are none.
             return (None,) if row.get("completion_tokens") not in (None, 0, "0") else ()
         failed = str(row.get("status") or "success") != "success"
         if failed or str(row.get("cache_hit")).lower() == "true" or not whole(row, "prompt_tokens"):

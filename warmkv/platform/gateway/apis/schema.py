@@ -47,7 +47,6 @@ def at_most(most: int) -> BeforeValidator:
 TemplateVariables = Annotated[dict[str, bool | int | float | str | None], at_most(16)]
 
 LONGEST_POLICY = 1000
-MOST_TOP_K = 2**31 - 1  # no vocabulary has more tokens; larger numbers do not fit into those of an engine
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 

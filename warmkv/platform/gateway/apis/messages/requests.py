@@ -20,11 +20,11 @@ from warmkv.platform.gateway.apis.messages.content import (
 )
 from warmkv.platform.gateway.apis.messages.context_edits import ContextManagement
 from warmkv.platform.gateway.apis.messages.turns import MessageReading, mark_last
-from warmkv.platform.gateway.apis.schema import MOST_TOP_K, Body, Items, WarmkvOptions
+from warmkv.platform.gateway.apis.schema import Body, Items, WarmkvOptions
 from warmkv.platform.gateway.apis.structured import OutputFormat, Wanted
 from warmkv.platform.gateway.apis.turns import Turn
 from warmkv.prefixes import breakpoints
-from warmkv.replicas.protocol import SamplingParams
+from warmkv.replicas.protocol import MOST_TOP_K, SamplingParams
 
 VERSIONS = ("2023-01-01", "2023-06-01", "2026-10-21")
 

@@ -11,10 +11,10 @@ from pydantic import Field, field_validator, model_validator
 from warmkv.platform.gateway.apis.errors import invalid
 from warmkv.platform.gateway.apis.openai import chat
 from warmkv.platform.gateway.apis.openai.chat import AllowedChoice, ChatMessage, ChatTool, NamedChoice, ToolChoice
-from warmkv.platform.gateway.apis.schema import MOST_TOP_K, Body, Items, TemplateVariables, WarmkvOptions, at_most
+from warmkv.platform.gateway.apis.schema import Body, Items, TemplateVariables, WarmkvOptions, at_most
 from warmkv.platform.gateway.apis.structured import StructuredFields
 from warmkv.platform.gateway.apis.turns import Turn
-from warmkv.replicas.protocol import SamplingParams
+from warmkv.replicas.protocol import MOST_TOP_K, SamplingParams
 
 EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
 MOST_ANSWERS = 1024  # to one request: its prompts, times n
