@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,8 @@ from warmkv.faults import UserError
 if TYPE_CHECKING:
     import torch
 
+    from warmkv.policies.memory_plan import MemoryPlan
+    from warmkv.replicas.engines.vllm_start import Model
     from warmkv.replicas.loading.load import LoadedModel
 
 State = Literal["ok", "missing", "failed"]
@@ -154,7 +156,7 @@ def _look(what: str, setting: str, look: Callable[[], str]) -> DoctorFinding:
     except OSError as error:
         named = f"cannot use {error.filename} ({setting}): {error.strerror}" if error.filename else str(error)
         return DoctorFinding(what, "failed", named)
-    except ValueError as error:  # a UserError, or that of the disk tier
+    except (RuntimeError, ValueError) as error:  # a UserError, that of the disk tier, or a device that is full
         return DoctorFinding(what, "failed", str(error))
 
 
@@ -211,9 +213,13 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
         return str(resolve_device(device))
 
     logging.disable_progress_bar()
-    for name, group in config.groups().items():
-        if name and group.model.device != config.model.device:
-            yield _look(f"device of {name}", place_in(name, "model.device"), partial(usable, group.model.device))
+    groups = {name: group for name, group in config.groups().items() if name}
+    for name, group in list(groups.items()):
+        if group.model.device != config.model.device:
+            found = _look(f"device of {name}", place_in(name, "model.device"), partial(usable, group.model.device))
+            if found.state == "failed":
+                del groups[name]
+            yield found
     try:
         device_memory.check_device(config.model.device)
     except UserError as error:
@@ -224,6 +230,7 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
     yield DoctorFinding("device", "ok", f"{device} ({name}), torch {torch.__version__}")
     if config.engine.kind == "vllm":
         yield from _examine_vllm(config, device)
+        yield from _examine_group_plans(groups, config, None)
         return
     try:
         check_model(config.model)
@@ -246,6 +253,7 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
         yield DoctorFinding("memory plan", "failed", str(error))
         return
     yield DoctorFinding("memory plan", "ok", memory.summary)
+    yield from _examine_group_plans(groups, config, model)
     yield from _examine_disks(model, config)
     cache = config.prefix_cache.model_copy(update={"disk": DiskConfig()})  # whose blocks are left alone
     try:
@@ -261,7 +269,6 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
 
 def _examine_vllm(config: Config, device: torch.device) -> Iterator[DoctorFinding]:
     """Look at the model's sizes and the memory plan, as a replica does before it starts vLLM, which loads the model."""
-    from warmkv.policies import memory_plan
     from warmkv.replicas import device_memory
     from warmkv.replicas.engines.vllm_start import read_model
 
@@ -273,10 +280,42 @@ def _examine_vllm(config: Config, device: torch.device) -> Iterator[DoctorFindin
     layers, context = model.sizes.shape.layers, model.max_context
     yield DoctorFinding("model", "ok", f"{config.model.path}: {layers} layers, context {context:,} tokens; for vLLM")
     try:
-        memory = device_memory.read(device, device_memory.share_of(config.cluster, config.most_replicas, device))
-        plan = memory_plan.plan(memory, model.sizes, config.engine, config.prefix_cache, context)
+        plan = _plan_vllm(config, model, device_memory.share_of(config.cluster, config.most_replicas, device))
         plan.check()
     except UserError as error:
         yield DoctorFinding("memory plan", "failed", str(error))
         return
     yield DoctorFinding("memory plan", "ok", plan.summary)
+
+
+def _plan_vllm(config: Config, model: Model, share: float) -> MemoryPlan:
+    """Plan a replica that starts vLLM, from the model's sizes."""
+    from warmkv.policies import memory_plan
+    from warmkv.replicas import device_memory
+
+    memory = device_memory.read(model.device, share)
+    return memory_plan.plan(memory, model.sizes, config.engine, config.prefix_cache, model.max_context)
+
+
+def _examine_group_plans(
+    groups: Mapping[str, Config], config: Config, model: LoadedModel | None
+) -> Iterator[DoctorFinding]:
+    """Plan the memory of a replica of each group. `model` is that of the settings, where it was loaded."""
+    from warmkv.replicas import device_memory
+    from warmkv.replicas.engines.vllm_start import read_model
+    from warmkv.replicas.loading.load import load_model, resolve_device
+
+    def planned(group: Config) -> str:
+        device = resolve_device(group.model.device)
+        share = device_memory.share_of(group.cluster, config.most_replicas, device)
+        if group.engine.kind == "vllm":
+            plan = _plan_vllm(group, read_model(group), share)
+        else:
+            device_memory.check_before_loading(group, share)
+            loaded = model if model is not None and model.device == device else load_model(group.model)
+            plan = device_memory.plan_replica(loaded, group.engine, group.prefix_cache, share)
+        plan.check()
+        return plan.summary
+
+    for name, group in groups.items():
+        yield _look(f"memory plan of {name}", place_in(name, "engine"), partial(planned, group))

@@ -93,6 +93,31 @@ def test_serve_ends_with_an_error_where_ray_ends_under_it(part: str):
         process.kill()
 
 
+@pytest.mark.soak(least=0.5)
+def test_a_second_interrupt_cuts_off_what_runs():
+    process = subprocess.Popen(
+        [WARMKV, "serve", "--port", "0", "--set", "cluster.replicas=1", "--set", "cluster.drain_seconds=3600"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = next(found[1] for line in process.stdout if (found := re.search(r"at (http://\S+)", line)))
+        assert any("for Prometheus" in line for line in process.stdout)
+        body = {"model": "tiny", "max_tokens": 4000, "messages": [{"role": "user", "content": "Hello"}]}
+        long = {**body, "stream": True, "warmkv": {"ignore_eos": True}}
+        with requests.post(f"{url}/v1/messages", json=long, stream=True, timeout=PATIENCE) as streamed:
+            assert next(streamed.iter_lines()) == b"event: message_start"
+            process.send_signal(signal.SIGINT)
+            assert any("stopping" in line for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, "Traceback" in said) == (130, False), said
+    finally:
+        process.kill()
+
+
 @pytest.mark.soak
 def test_the_demo_passes(tmp_path: Path):
     out = tmp_path / "demo.json"

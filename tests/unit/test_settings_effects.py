@@ -73,7 +73,10 @@ EFFECTS = {
     },
     "tests/unit/measuring/test_profiling.py": {"test_what_does_not_fit_in_memory_is_left_out": ["engine.kv_bytes"]},
     "tests/unit/platform/gateway/access/test_access.py": {
-        "test_what_is_switched_off_for_everybody_is_refused_by_name": ["compression.allow_request_policy"],
+        "test_what_is_switched_off_for_everybody_is_refused_by_name": [
+            "compression.allow_request_policy",
+            "routing.allow_request_replica",
+        ],
         "test_beyond_loopback_it_listens_with_tenants_or_where_that_was_asked_for": ["gateway.allow_open"],
         "test_options_of_a_request_are_rights_where_there_are_tenants": ["gateway.tenants", "gateway.rights"],
         "test_open_callers_are_no_operators": ["gateway.operators"],
@@ -147,7 +150,6 @@ EFFECTS = {
     },
     "tests/unit/platform/test_tenants_file.py": {"test_a_running_gateway_follows_the_file": ["gateway.tenants_file"]},
     "tests/unit/policies/test_dispatcher.py": {
-        "test_a_replica_that_the_request_names_is_taken_if_that_is_allowed": ["routing.allow_request_replica"],
     },
     "tests/unit/policies/test_routing.py": {
         "test_warmth_is_weighed_against_load": ["routing.load_weight"],

@@ -340,9 +340,11 @@ def running(
     finally:
         deleting = threading.Thread(target=delete, args=(config,), daemon=True)
         deleting.start()
-        while deleting.is_alive() and ended_part() is None:  # Serve waits for a Ray that is gone
-            deleting.join(ENDED_SECONDS)
-        ray.shutdown()
+        try:
+            while deleting.is_alive() and ended_part() is None:  # Serve waits for a Ray that is gone
+                deleting.join(ENDED_SECONDS)
+        finally:  # also where a second signal interrupts it
+            ray.shutdown()
 
 
 def delete(config: Config) -> None:

@@ -35,6 +35,8 @@ class EndedError(UserError):
 def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0) -> None:
     """Run the service until SIGINT or SIGTERM, with its metrics at a port, or at a free one where it is 0.
 
+    Its requests end first, for as long as `cluster.drain_seconds` says; a second signal cuts them off.
+
     Raises OSError where a port is taken or the model folder is missing, ConfigError where the service would be open
     to other machines, StartError where a replica cannot start, EndedError where Ray ends while it serves.
     """
@@ -74,7 +76,9 @@ def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0)
                     f"Ray's {part} has ended, and the service with it. If memory was short, the kernel killed it "
                     f"(dmesg tells). Its logs are in {ray_logs()}; start the service again."
                 )
-        console.print("stopping")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
+        console.print("stopping as soon as what runs has ended; Ctrl-C again stops at once")
 
 
 def tenant_with_key(file: Path) -> str:

@@ -224,7 +224,7 @@ class Dispatcher:
         `warm` is what is held where, if another index than its own tells: then `hashes` may be any names of the
         prompt's blocks, unless the policy is `sticky_session`.
 
-        `wanted` is the replica that the request names. Only those that are `eligible` are ranked.
+        `wanted` is the replica that the request names, or that another choice of its prompt went to. Only those that are `eligible` are ranked.
         `session` is the one that the request names; empty for none.
         `leaves` is how many leading blocks of the prompt stay where it is computed. `config` holds for this choice, in
         place of the settings at start. `moves` says that each replica can fetch blocks from any other.
@@ -250,7 +250,7 @@ class Dispatcher:
         order = rank(view, config, self._random)
         self._turn += 1
         reason = ""
-        if wanted is not None and wanted in order and config.allow_request_replica:
+        if wanted is not None and wanted in order:
             reason = "asked"
             order.remove(wanted)
             order.insert(0, wanted)

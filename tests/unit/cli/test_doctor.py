@@ -82,6 +82,18 @@ def test_a_model_for_vllm_is_left_to_it():
     assert doctor("engine.kind=vllm", "engine.max_context=1000000")[1]["model"][0] == "failed"
 
 
+def test_every_group_has_a_memory_plan_of_its_own():
+    """Groups are of either kind of engine, beside settings of either."""
+    large, fast = "cluster.groups.large.engine.kv_bytes=1PiB", "cluster.groups.fast.engine.kind=vllm"
+    code, found = doctor(large, fast, "engine.kv_bytes=1MiB")
+    assert (code, [what for what, (state, _) in found.items() if state == "failed"][-1]) == (1, "memory plan of large")
+    assert "needed 1,125,899" in found["memory plan of large"][1]
+    assert [found[f"memory plan{of}"][0] for of in ("", " of fast")] == ["ok", "ok"]
+    assert found["self-check"][0] == "ok"
+    _, found = doctor("engine.kind=vllm", "cluster.groups.own.engine.kind=warmkv", "engine.kv_bytes=1MiB")
+    assert found["memory plan of own"][0] == "ok"
+
+
 DISK = "prefix_cache.disk.memory_bytes=1MiB"
 OF_GROUP = "cluster.groups.small.prefix_cache.disk={memory_bytes: 1MiB, path: {}}"
 

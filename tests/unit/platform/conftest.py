@@ -135,7 +135,7 @@ class Server:
             self.dropped.append(tenant)
             return [5, 7]
 
-        control = Control(FolderStore(folder), "warmkv")
+        self.control = control = Control(FolderStore(folder), "warmkv")
         whatif = None
         if config.control.whatif is not None:
             whatif = Replaying(config, control, self.records, folder, self.engine)
@@ -155,11 +155,11 @@ class Server:
         )
         port = free_port("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
-        self._loop = clocks.SkippingLoop()
+        self.loop = clocks.SkippingLoop()
         self._server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
         self._threads = [
             threading.Thread(target=self.engine.run, daemon=True),
-            threading.Thread(target=lambda: clocks.run(self._server.serve(), lambda: self._loop), daemon=True),
+            threading.Thread(target=lambda: clocks.run(self._server.serve(), lambda: self.loop), daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -173,7 +173,7 @@ class Server:
 
     def skip(self, seconds: float) -> None:
         """Let time pass for the gateway's time-outs."""
-        self._loop.call_soon_threadsafe(self._loop.skip, seconds)
+        self.loop.call_soon_threadsafe(self.loop.skip, seconds)
 
     @contextmanager
     def standing_still(self, tokens: int = 0) -> Iterator[None]:

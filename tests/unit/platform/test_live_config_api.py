@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -19,6 +20,7 @@ from warmkv import telemetry
 from warmkv.cli import app
 from warmkv.config import load
 from warmkv.platform import operator_key
+from warmkv.platform.control import Control, Report
 from warmkv.platform.live_config import LIVE, History, Version, described
 from warmkv.platform.live_config_store import FolderStore
 from warmkv.platform.operator_key import with_operator
@@ -330,6 +332,24 @@ def test_a_change_is_a_metric_that_says_who_what_and_why(tuned):
     assert described(Version(number=1, why=""))["why"] == "not given"  # Grafana would show an empty label's name
 
 
+def test_a_gateway_shows_the_settings_of_the_version_that_it_names(tuned):
+    asked = []
+
+    async def changed_elsewhere() -> dict[str, Any]:
+        """Return what the actor says when a gateway that has not heard of a version is asked."""
+        status = await Control.status(tuned.control)
+        asked.append(status["current"].number)
+        return {**status, "current": Version(number=10**6, settings={"routing.overload": 7.0}, why="elsewhere")}
+
+    tuned.control.status = changed_elsewhere
+    try:
+        shown = get(tuned)
+    finally:
+        del tuned.control.status
+    assert asked
+    assert (shown["version"], shown["settings"]["routing.overload"]) == (10**6, 7.0)
+
+
 def test_a_kept_version_that_does_not_fit_is_told_with_the_way_out(tmp_path):
     """As after a start with other settings: `1h` has a lifetime by the version, and no price by the settings."""
     kept = History(
@@ -355,5 +375,11 @@ def test_a_kept_version_that_does_not_fit_is_told_with_the_way_out(tmp_path):
         assert back.exit_code == 0
         assert "not in force" not in back.output
         assert run("set", "compression.policy=h2o@0.5", "--why", "x", *url).exit_code == 0
+        report = Report(10**9, 0, "it was started with other settings")
+        asyncio.run_coroutine_threadsafe(server.control.follow("other", report, 0), server.loop).result(PATIENCE)
+        for command in (("set", "routing.overload=3"), ("rollback", "--to", "0")):
+            done = run(*command, "--why", "x", *url)
+            assert (done.exit_code, "gateway only: version" in done.stdout) == (1, True)
+            assert "gateway other goes by version 0: it was started with other" in " ".join(done.stderr.split())
     finally:
         server.stop()

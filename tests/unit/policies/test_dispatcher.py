@@ -86,15 +86,13 @@ def test_a_replicas_word_tells_of_other_routers_for_a_while_and_own_requests_end
     assert in_flight.known_load(["a"]).get("a", 0) == 0
 
 
-def test_a_replica_that_the_request_names_is_taken_if_that_is_allowed():
+def test_a_replica_that_the_request_names_is_taken_if_it_is_there():
     routing = dispatcher()
     routing.index.add("a", pack(HASHES))
     choice = routing.choose("1", HASHES, REPLICAS, wanted="c")
     assert (choice.order[0], choice.reason, choice.matched) == ("c", "asked", 0)
     assert sorted(choice.order) == REPLICAS
     assert routing.choose("2", HASHES, REPLICAS, wanted="gone").order[0] == "a"
-    config = RoutingConfig(allow_request_replica=False)
-    assert routing.choose("3", HASHES, REPLICAS, wanted="c", config=config).order[0] == "a"
 
 
 def test_a_replica_that_does_not_end_what_was_given_up_is_left_out_until_it_does():

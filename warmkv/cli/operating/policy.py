@@ -67,6 +67,8 @@ def set_(
 ) -> None:
     """Change settings for all later requests: all of them, or none if one is refused.
 
+    Ends with code 1 where a gateway does not go by the new version; it is kept nevertheless.
+
     Examples: `warmkv policy set compression.policy=snapkv@0.2 --why "memory is short"`,
     `warmkv policy set 'prefix_cache.ttls={5m: 300, 1h: 1800}' routing.overload=4 --why "shorter hour" --based-on 7`
     """
@@ -78,7 +80,9 @@ def set_(
         if setting.strip() in wanted:
             fail(f"{setting.strip()} is given twice")
         wanted[setting.strip()] = read_value(setting, text)
-    _tell(_call("PUT", url, key, body=_without_none(changes=wanted, why=why, version=based_on)), output)
+    answer = _call("PUT", url, key, body=_without_none(changes=wanted, why=why, version=based_on))
+    _tell(answer, output)
+    _check_in_force(answer)
 
 
 @add_command(app, code=1)
@@ -96,7 +100,9 @@ def rollback(
 
     Examples: `warmkv policy rollback --why "answers got worse"`, `warmkv policy rollback --to 0 --why "as configured"`
     """
-    _tell(_call("POST", url, key, "/rollback", _without_none(to=to, why=why, version=based_on)), output)
+    answer = _call("POST", url, key, "/rollback", _without_none(to=to, why=why, version=based_on))
+    _tell(answer, output)
+    _check_in_force(answer)
 
 
 @add_command(app, code=1)
@@ -230,6 +236,18 @@ def _tell(policy: dict[str, Any], output: JsonOptions) -> None:
     output.give(policy, show)
     for warning in policy.get("warnings", ()):
         errors.print(f"warning: {warning}", style="yellow")
+
+
+def _check_in_force(policy: dict[str, Any]) -> None:
+    """End the program with code 1 where a gateway does not go by the version."""
+    number = policy["version"]
+    behind = [
+        f"gateway {part} goes by version {said['version']}: {said['fault'] or 'it has not answered yet'}"
+        for part, said in sorted(policy["parts"].items())
+        if said["version"] != number
+    ]
+    if behind:
+        fail(f"version {number} is not in force everywhere; {'; '.join(behind)}", code=1)
 
 
 def _headline(version: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -57,8 +58,11 @@ def add_policy_endpoints(
         return await intake.take(request, lambda data, _: parse(data, model, limits))
 
     def shown(status: dict[str, Any], **more: Any) -> Response:
+        config = service.policy.config
+        with suppress(ConfigError):  # where a version does not fit here, what is in force
+            config = in_force(start, status["current"])  # of which this gateway may not have heard yet
         current = status["current"].model_dump(mode="json")
-        live = {"changed": current.pop("settings"), "settings": values(service.policy.config)}
+        live = {"changed": current.pop("settings"), "settings": values(config)}
         number = current.pop("number")
         answer = {"version": number, **current, **live, **_without_current(status), **more}
         return JSONResponse(answer, headers={"etag": f'"{number}"'})
