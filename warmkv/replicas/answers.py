@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from llguidance import LLMatcher
@@ -84,26 +85,25 @@ class Answers:
             self._cancel(of, stream)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and wait until the ongoing ones have ended; fail those that are left after `seconds`."""
+        """Refuse new requests, and wait until the ongoing ones have ended, for `seconds` at most."""
         self._drained = asyncio.Event()
-        if not self._open:
-            return
-        try:
-            async with asyncio.timeout(seconds):
-                await self._drained.wait()
-        except TimeoutError:
-            log.warning("%d answers have not ended within %g s: they go on elsewhere", len(self._open), seconds)
-            self._give_up()
-            await self._drained.wait()
+        if self._open:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._drained.wait()
 
-    def _give_up(self) -> None:
-        """Fail all ongoing requests as an engine does that is stopped, so that gateways resume them elsewhere."""
+    async def give_up(self) -> None:
+        """Fail what `drain` has left as an engine does that is stopped, so that gateways resume it elsewhere."""
+        if self._drained is None or not self._open:
+            return
+        log.warning("%d answers have not ended in time: they go on elsewhere", len(self._open))
         for (link, stream), answer in tuple(self._open.items()):
             if answer.preparing is not None:
                 answer.preparing.cancel()
                 self._end(link, stream, STOPPING)
             elif answer.output is not None:
                 self._outputs.fail(answer.output, STOPPING)
+        await self._drained.wait()
 
     async def _prepare(self, link: Link, stream: int, request: GenerateRequest, answer: OngoingRequest) -> None:
         matcher: LLMatcher | Exception | None = None

@@ -148,8 +148,9 @@ class Replica:
         self._engine.check_turning(self._config.gateway.hung_seconds)
 
     async def __del__(self) -> None:
-        """End what is in flight, hand blocks over, then close the engine and the store.
+        """Let what is in flight end, hand blocks over, then close the engine and the store.
 
+        Answers that take longer go on elsewhere, where their prompts' blocks are by then.
         Called by Serve, which kills the replica after `ClusterConfig.stop_seconds`.
         """
         cluster, clock = self._config.cluster, asyncio.get_running_loop().time
@@ -162,6 +163,7 @@ class Replica:
             log.warning("handing blocks over took more than %.1f s and was ended", cluster.handover_seconds)
         except Exception:
             log.exception("the blocks of this replica are not handed over")
+        await self._answers.give_up()
         await asyncio.to_thread(self._engine.stop, max(0.0, until - clock()))
         self._recorder.flush()
 

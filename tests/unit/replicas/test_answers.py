@@ -213,6 +213,8 @@ def test_what_a_replica_that_is_stopped_has_not_ended_in_time_fails_so_that_anot
         here.take(3, fetch=Fetch("other", 1))
         await here.answers.drain(30)
         assert loop.time() == 30
+        assert here.answers.ongoing == 3
+        await here.answers.give_up()
         assert here.link.kinds(1)[:2] == [Admitted, Started]
         assert [here.link.events[stream][-1] for stream in (1, 2, 3)] == [STOPPING] * 3
         assert here.answers.ongoing == 0

@@ -12,6 +12,7 @@ from tests import clocks
 from tests.unit.replicas.test_answers import Setup
 from warmkv.config import load
 from warmkv.replicas.deployment import Replica
+from warmkv.replicas.protocol import STOPPING
 
 LOOK_SECONDS = (
     2.0  # that Serve looks for requests of its own, before it lets a replica end (graceful_shutdown_wait_loop_s)
@@ -23,12 +24,14 @@ class Stopped:
 
     def __init__(self, here: Setup, seconds: float) -> None:
         self._config = load(flags=["cluster.drain_seconds=30"], environ={})
-        self._answers, self._engine, self._seconds = here.answers, self, seconds
+        self._answers, self._engine, self._seconds, self._link = here.answers, self, seconds, here.link
         self._recorder = self
         self.told: list[tuple[Any, ...]] = []
 
     def tell(self, *what: Any) -> None:
-        self.told.append((asyncio.get_running_loop().time(), *what))
+        """Note what is done now, and whether the answer has ended."""
+        ended = STOPPING in self._link.events[1]
+        self.told.append((asyncio.get_running_loop().time(), ended, *what))
 
     async def _hand_over(self) -> None:
         self.tell("hands over")
@@ -44,11 +47,14 @@ class Stopped:
 @pytest.mark.parametrize(
     ("seconds", "told"),
     [
-        (2.5, [(30, "hands over"), (32.5, "has handed over"), (32.5, "writes to disk for", 7.5)]),
-        (1000, [(30, "hands over"), (40, "writes to disk for", 0)]),
+        (
+            2.5,
+            [(30, False, "hands over"), (32.5, False, "has handed over"), (32.5, True, "writes to disk for", 7.5)],
+        ),
+        (1000, [(30, False, "hands over"), (40, True, "writes to disk for", 0)]),
     ],
 )
-def test_blocks_are_handed_over_and_written_though_an_answer_does_not_end(monkeypatch, seconds, told):
+def test_blocks_are_handed_over_before_an_answer_that_does_not_end_goes_on_elsewhere(monkeypatch, seconds, told):
     async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
