@@ -54,6 +54,7 @@ class Fleet:
         self.transfers: dict[str, SimulatedTransfers] = {}  # of all that are there
         self._starting: dict[str, SimulatedReplica] = {}
         self._draining: dict[str, SimulatedReplica] = {}  # go when the requests that they have are over
+        self._leaving = set[str]()  # have begun to hand their blocks over
         self._places: dict[int, str] = {}  # the names of all that are there or not known to be lost
         self._generations: Counter[int] = Counter()  # replicas that each place has had
 
@@ -84,7 +85,8 @@ class Fleet:
 
     def ended(self, name: str) -> None:
         """Record the end of a replica's request."""
-        if (replica := self._draining.get(name)) is not None and not replica.ongoing:
+        replica = self._draining.get(name)
+        if replica is not None and not replica.ongoing and name not in self._leaving:
             self._leave(replica)
 
     # --- one comes
@@ -134,13 +136,9 @@ class Fleet:
 
     def _kill(self, replica: SimulatedReplica) -> None:
         """Kill a replica with all it holds; its requests are resent."""
-        lost = self._give_up(replica)
+        lost = [*replica.fail(), *self.transfers[replica.name].close()]
         self._gone(replica)
         self._on_lost(lost)
-
-    def _give_up(self, replica: SimulatedReplica) -> list[Job]:
-        """Let a replica compute nothing more; return the requests that it had."""
-        return [*replica.fail(), *self.transfers[replica.name].close()]
 
     def _gone(self, replica: SimulatedReplica) -> None:
         now = self._env.now
@@ -183,19 +181,17 @@ class Fleet:
             self._leave(replica)
 
     def _hurry(self, replica: SimulatedReplica) -> None:
-        """Let a replica go whose requests have had their time: they are resumed elsewhere."""
+        """Let a replica go whose requests have had their time."""
         if replica.name in self._draining and replica.ongoing and self._open:
-            lost = self._give_up(replica)
-            self._on_gone(replica.name)  # none is booked there any more
             self._leave(replica)
-            self._on_lost(lost)
 
     def _leave(self, replica: SimulatedReplica) -> None:
-        """Go, and before that leave the hottest blocks to the others."""
+        """Leave the hottest blocks to the others, then go: requests that have not ended by then are resumed there."""
+        self._leaving.add(replica.name)
         if self._terms.handover_seconds and self.serving:
             self._env.process(self._hand_over(replica))
         else:
-            self._gone(replica)
+            self._kill(replica)
 
     def _hand_over(self, replica: SimulatedReplica) -> Process:
         def there() -> bool:
@@ -209,7 +205,7 @@ class Fleet:
             self._env, replica.cache, names, peer, self._stores.holders, self._terms, self.moved, there
         )
         if there():
-            self._gone(replica)
+            self._kill(replica)
 
     # --- autoscaling
 
