@@ -6,10 +6,11 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from warmkv.platform.recording.conversations import Conversations, conversation_of, earlier
 from warmkv.platform.recording.state import State
 from warmkv.prefixes import breakpoints, hashing, prompt_text
 from warmkv.prefixes.breakpoints import CachePlan
@@ -56,7 +57,7 @@ class Analyst:
 
     def __init__(self, state: State, block_size: int, tokenize: Tokenize | None = None) -> None:
         self._state, self._block_size, self._tokenize = state, block_size, tokenize
-        self._number = 0
+        self._number, self._conversations = 0, Conversations()
 
     def record(self, exchange: Exchange) -> RequestRecord:
         """Return the record of an exchange. Raises ValueError where its request is no JSON object."""
@@ -73,11 +74,16 @@ class Analyst:
             parts = [part._replace(ttl=None) for part in parts]
         tenant = self._tenant(exchange.headers)
         if not prompt_text.is_whole(body):
-            tokens, plan, scale = self._unknown(usage.prompt if usage else 0, f"{exchange.started} {self._number}")
+            name = f"{exchange.started} {self._number}"
+            known = self._conversations.prefix(tenant, earlier(body), _head(body, model))
+            tokens, plan, scale = self._continued(known, usage.prompt if usage else 0, name)
         else:
             if usage is not None and self._tokenize is None and self._state.scale.learn(model, parts, usage.prompt):
                 self._state.save()
             tokens, plan, scale = self._plan(parts, model, tenant)
+        if api == "responses" and usage is not None:
+            names = (answer.id, conversation_of(body))
+            self._conversations.add(tenant, names, _head(body, model), plan.hashes)
         outcome = "error" if exchange.outcome == "ok" and (exchange.code >= 400 or answer.error) else exchange.outcome
         ok = outcome == "ok"
         return RequestRecord(
@@ -107,10 +113,12 @@ class Analyst:
             bytes_per_token=scale,
         )
 
-    def _unknown(self, tokens: int, name: str) -> tuple[int, CachePlan, float]:
-        """Name blocks of a prompt that was not sent whole: no other request has them."""
+    def _continued(self, known: Sequence[bytes], tokens: int, name: str) -> tuple[int, CachePlan, float]:
+        """Name blocks of a prompt that was not sent whole: those that are known, then some that no other has."""
+        known = known[: tokens // self._block_size]
         root = hashing.chain_root(self._state.salt, "unknown", name)
-        return tokens, CachePlan(tuple(hashing.chain(bytes(tokens), self._block_size, root)), (), ()), 0.0
+        rest = hashing.chain(bytes(tokens - len(known) * self._block_size), self._block_size, root)
+        return tokens, CachePlan((*known, *rest), (), ()), 0.0
 
     def _plan(self, parts: list[Part], model: str, tenant: str) -> tuple[int, CachePlan, float]:
         salt, size = hashing.tenant_salt(self._state.salt, tenant), self._block_size
@@ -141,6 +149,12 @@ class Analyst:
         return hashlib.blake2b(data, key=hashlib.sha256(self._state.salt).digest(), digest_size=8).hexdigest()
 
 
+def _head(body: Mapping[str, Any], model: str) -> bytes:
+    """Return a digest of what a prompt begins with, whatever conversation follows."""
+    parts = prompt_text.parts_of({name: body.get(name) for name in ("tools", "instructions")})
+    return hashlib.blake2b(b"\0".join([model.encode(), *(part.text for part in parts)]), digest_size=16).digest()
+
+
 def _name(value: Any) -> str:
     """Return a name as it is, anything else as nothing: the log has no texts."""
     return value if isinstance(value, str) and NAMES.fullmatch(value) else ""
@@ -153,12 +167,16 @@ def _fault(code: int) -> str:
 
 @dataclass(slots=True)
 class Answer:
-    """What an answer tells: its usage, if it reports one, why it ended, and else of a stream how many events it had."""
+    """What an answer tells: its usage, if it reports one, why it ended, and else of a stream how many events it had.
+
+    `id` is that of the part with the usage: of an answer of the Responses API, the one that others go on from.
+    """
 
     usage: Usage | None = None
     stop_reason: str = ""
     error: str = ""
     events: int = 0
+    id: str = ""
 
     @classmethod
     def of(cls, body: bytes) -> Answer:
@@ -181,6 +199,7 @@ class Answer:
                 if not isinstance(one, dict):
                     continue
                 if isinstance(usage := one.get("usage"), dict):
+                    self.id = _name(one.get("id")) or self.id
                     counts |= {key: value for key, value in usage.items() if value is not None}
                 self.stop_reason = _name(one.get("stop_reason") or one.get("finish_reason")) or self.stop_reason
                 error = one.get("error")

@@ -8,6 +8,7 @@ import brotli
 import pytest
 import zstandard
 
+from warmkv.platform.recording.conversations import Conversations
 from warmkv.platform.recording.exchange import Analyst, Answer, Exchange, api_of
 from warmkv.platform.recording.state import State, StateError
 from warmkv.prefixes.record import RequestRecord
@@ -156,6 +157,54 @@ def test_a_prompt_that_goes_on_from_an_answer_is_as_long_as_reported_and_settles
     whole = json.dumps({"usage": {"input_tokens": 4001, "output_tokens": 9}}).encode()
     record = analyst.record(exchange({"model": "m", "input": "word " * 4000}, whole, "/v1/responses"))
     assert record.input_tokens == pytest.approx(4001, abs=2)
+
+
+def responses(analyst, body, name, tokens, streamed=False):
+    answer = {"id": name, "usage": {"input_tokens": tokens, "output_tokens": 9}}
+    data = stream({"type": "response.completed", "response": answer}) if streamed else json.dumps(answer).encode()
+    return analyst.record(exchange({"model": "m", "instructions": "Be brief."} | body, data, "/v1/responses")).hashes
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_prompt_goes_on_from_the_blocks_of_the_answer_that_it_names(analyst, streamed):
+    first = responses(analyst, {"input": "word " * 6000}, "resp_1", 6000)
+    second = responses(analyst, {"input": "And?", "previous_response_id": "resp_1"}, "resp_2", 6400, streamed)
+    other = responses(analyst, {"input": "Or?", "previous_response_id": "resp_1"}, "resp_3", 6400)
+    third = responses(analyst, {"input": "So?", "previous_response_id": "resp_2"}, "resp_4", 6800)
+    assert (len(first) >= 90, len(second), len(third)) == (True, 100, 106)
+    assert second[: len(first)] == other[: len(first)] == first
+    assert third[:100] == second
+    assert not set(second[len(first) :]) & set(other[len(first) :])
+
+
+def test_a_prompt_shares_nothing_with_an_answer_of_another_key_model_or_instructions(analyst):
+    first = responses(analyst, {"input": "word " * 6000}, "resp_1", 6000)
+    asked = {"input": "And?", "previous_response_id": "resp_1"}
+    for other in ({"instructions": "Be long."}, {"model": "n"}, {"tools": [{"name": "Bash"}]}):
+        assert not set(first) & set(responses(analyst, asked | other, "resp_2", 6400))
+    theirs = exchange({"model": "m", "instructions": "Be brief."} | asked, b"", "/v1/responses", headers={})
+    theirs.answer += json.dumps({"usage": {"input_tokens": 6400, "output_tokens": 9}}).encode()
+    assert not set(first) & set(analyst.record(theirs).hashes)
+
+
+def test_a_conversation_goes_on_by_its_own_name(analyst):
+    first, second = (
+        responses(analyst, {"input": "word", "conversation": name}, answer, tokens)
+        for name, answer, tokens in (("conv_1", "resp_1", 3200), ({"id": "conv_1"}, "resp_2", 6400))
+    )
+    assert second[:50] == first
+
+
+def test_conversations_are_remembered_within_a_limit():
+    conversations = Conversations(most_blocks=30)
+    for number in range(5):
+        conversations.add("a", [f"resp_{number}", ""], b"head", [bytes([number])] * 9)
+    assert [len(conversations.prefix("a", f"resp_{number}", b"head")) for number in range(5)] == [0, 0, 9, 9, 9]
+    assert conversations.prefix("a", "", b"head") == ()
+    conversations.prefix("a", "resp_2", b"head")
+    conversations.add("a", ["resp_4"], b"head", [b"x"] * 9)  # anew, so that no other goes
+    conversations.add("a", ["resp_5"], b"head", [b"x"] * 9)
+    assert [len(conversations.prefix("a", f"resp_{number}", b"head")) for number in range(2, 6)] == [9, 0, 9, 9]
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "rot13"])
