@@ -1,4 +1,7 @@
-"""The routers of Ray Serve that ours is raced against: Serve chooses by them, all else is the gateway's own."""
+"""The routers of Ray Serve that ours is raced against: Serve chooses by them, with their defaults.
+
+Requests begin in a replica in the order in which they came, as in vLLM without priorities. All else is ours.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,16 @@ from ray.serve.config import RequestRouterConfig
 from warmkv.platform.gateway.deployment import Gateway
 from warmkv.platform.gateway.replies import Mailbox
 from warmkv.platform.gateway.resume import Attempt
+from warmkv.policies import batching
+from warmkv.replicas.deployment import Replica
 
-AFFINITY_IMBALANCE = 10  # requests in flight beyond which load counts more than prefixes; by default it never does
+
+class FirstCome(Replica):
+    """A replica that gives vLLM no priorities."""
+
+    def __init__(self, *args: Any) -> None:
+        batching.delay = lambda lacking, step_tokens: 0
+        super().__init__(*args)
 
 
 class AffinityRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
@@ -59,9 +70,7 @@ def parts(name: str) -> dict[str, Any]:
     if name == "prefix_cost":
         return {}
     if name == "affinity":
-        router = RequestRouterConfig(
-            request_router_class=AffinityRouter, request_router_kwargs={"imbalanced_threshold": AFFINITY_IMBALANCE}
-        )
+        router = RequestRouterConfig(request_router_class=AffinityRouter)
     else:  # power of two choices
         router = RequestRouterConfig()
-    return {"gateway": ServeRouted, "router": router}
+    return {"replica": FirstCome, "gateway": ServeRouted, "router": router}

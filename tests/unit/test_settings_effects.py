@@ -149,8 +149,6 @@ EFFECTS = {
         "test_silence_is_a_fault_after_a_while": ["gateway.stall_seconds"],
     },
     "tests/unit/platform/test_tenants_file.py": {"test_a_running_gateway_follows_the_file": ["gateway.tenants_file"]},
-    "tests/unit/policies/test_dispatcher.py": {
-    },
     "tests/unit/policies/test_routing.py": {
         "test_warmth_is_weighed_against_load": ["routing.load_weight"],
         "test_an_overloaded_replica_goes_last_however_warm": ["routing.overload"],

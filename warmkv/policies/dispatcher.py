@@ -224,7 +224,8 @@ class Dispatcher:
         `warm` is what is held where, if another index than its own tells: then `hashes` may be any names of the
         prompt's blocks, unless the policy is `sticky_session`.
 
-        `wanted` is the replica that the request names, or that another choice of its prompt went to. Only those that are `eligible` are ranked.
+        `wanted` is the replica that the request names, or that another choice of its prompt went to. Only those that
+        are `eligible` are ranked.
         `session` is the one that the request names; empty for none.
         `leaves` is how many leading blocks of the prompt stay where it is computed. `config` holds for this choice, in
         place of the settings at start. `moves` says that each replica can fetch blocks from any other.
