@@ -89,6 +89,7 @@ pictures: $(STAMP) ## Take the pictures of docs/ anew, in a real browser (chromi
 manifests: $(STAMP) ## Write the Serve documents of k8s/ from the settings beside them
 	@$(BIN)/warmkv k8s render --config k8s/overlays/single-gpu/warmkv.yaml
 	@$(BIN)/warmkv k8s render --config k8s/overlays/production/warmkv.yaml
+	@$(BIN)/warmkv k8s render --config k8s/overlays/vllm/warmkv.yaml
 	@$(BIN)/warmkv k8s render --config k8s/overlays/demo/warmkv.yaml
 
 compiled: $(STAMP) ## Install the wheel whose replays are compiled, as images have it, into build/compiled (needs gcc)

@@ -21,7 +21,7 @@ from warmkv.config.strict_yaml import FastLoader
 
 ROOT = Path(__file__).parents[3]
 K8S = ROOT / "k8s"
-OVERLAYS = ("demo", "single-gpu", "production")
+OVERLAYS = ("demo", "single-gpu", "production", "vllm")
 COMPONENTS = sorted(folder.name for folder in (K8S / "components").iterdir())
 
 Object = dict[str, Any]

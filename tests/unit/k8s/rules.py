@@ -16,7 +16,12 @@ from warmkv.policies.memory_plan import NODE_BYTES, PROCESS_BYTES
 
 Rule = Callable[[Manifests], Iterator[str]]
 
-WEIGHT_BYTES = {"tiny": 15e6, "Qwen/Qwen3-0.6B": 1.51e9, "Qwen/Qwen3-8B": 16.4e9}
+WEIGHT_BYTES = {
+    "tiny": 15e6,
+    "Qwen/Qwen3-0.6B": 1.51e9,
+    "Qwen/Qwen3-8B": 16.4e9,
+    "Qwen/Qwen2.5-72B-Instruct": 145.4e9,
+}
 """Of the models that the overlays serve, in the dtype of their files."""
 
 LEAVING_SECONDS = 10
@@ -401,5 +406,6 @@ IN_PRODUCTION: tuple[Rule, ...] = (keeps_its_share, traffic_is_listed, a_gateway
 RULES = {
     "demo": EVERYWHERE,
     "single-gpu": EVERYWHERE + FOR_TENANTS,
+    "vllm": EVERYWHERE + FOR_TENANTS,
     "production": EVERYWHERE + FOR_TENANTS + IN_PRODUCTION,
 }
