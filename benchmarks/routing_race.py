@@ -162,7 +162,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[Run, Path | None]:
     parser.add_argument("--blocks", type=int, metavar="N", help="distinct blocks of the index (1000000)")
     parser.add_argument("--replicas", type=int, metavar="N", help="16 by default")
     parser.add_argument("--repeats", type=int, metavar="N", help="5 by default")
-    parser.add_argument("--rounds", type=int, metavar="N", help="of the live race, about 13 minutes each (3)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="of the live race, about 20 minutes each (3)")
     parser.add_argument(
         "--cores", type=float, metavar="N", help="of each replica of the live race (0.25); 0: they share all"
     )
