@@ -237,13 +237,15 @@ def test_a_replica_that_is_stopped_leaves_its_blocks_to_the_others(monkeypatch, 
 
 
 def test_a_replica_that_is_stopped_leaves_its_blocks_though_an_answer_outlasts_the_drain():
-    """Answer the second prompt by the first replica from 13 s on, which gets its blocks as well."""
+    """Answer the second prompt by the first replica from 13 s on, which has got its blocks and computes none again."""
     records = [
         record(0.0, [1] * 40, output=2000, name="first"),
         record(0.0, [2] * 40, output=2000, name="second"),
     ]
     jobs, outcome = run(records, eager(SHRINK, "cluster.drain_seconds=3"))
     assert [(job.replica, job.resumptions) for job in jobs] == [("replica-0", 0), ("replica-0", 1)]
+    cold, _ = run(records, eager(SHRINK, "cluster.drain_seconds=3", "prefix_cache.enabled=false"))
+    assert jobs[1].finished < cold[1].finished
     assert outcome.moved.handed_bytes == 80
     assert outcome.alive.value == 1
     assert outcome.slots.value == 0
