@@ -97,7 +97,7 @@ class Autopilot:
         if self._asked_since is None:
             self._asked_since = min((record.arrival for record in window), default=None)
         asked_since = now if self._asked_since is None else self._asked_since
-        ended, failed = _outcomes(window, since if step is None else step.at)
+        ended, failed = _outcomes(window, since if step is None else max(step.at, window.whole_since))
         seen = Seen(now, versions, await self._table(), measured, len(records), asked_since, ended, failed)
         decision = decide(self._start, self._settings, step, seen)
         await self._do(decision)

@@ -624,6 +624,24 @@ def test_requests_that_fail_under_a_step_are_counted_since_it_is_in_force():
     asyncio.run(scenario())
 
 
+def test_failures_under_a_step_are_of_the_time_whose_answers_are_there():
+    async def scenario() -> None:
+        versions, memory, window = Versions(), Memory(InMemory(), "warmkv", 0.0), RequestWindow(requests=100)
+        pilot = pilot_of(versions, memory, window)
+        await versions.change(START, DOUBLE, AUTOPILOT, "test", None)
+        memory.keep(step=step(versions.now, failed=0.02))
+        answered = replace(record(0.0, [1] * 9, 3), status="ok", usage=Usage(9, 0, {}, 3))
+        failed = replace(answered, status="error", error="api_error")
+        for number in range(2000):  # 2% fail, as before
+            versions.now += 0.01
+            window.add([replace(failed if number % 50 == 0 else answered, arrival=versions.now)])
+        assert (len(window), len(window.failed)) == (100, 40)
+        await pilot.turn()
+        assert "version 1 settles and is measured" in pilot.status()["why"]
+
+    asyncio.run(scenario())
+
+
 def test_a_step_that_somebody_else_prevents_is_no_step():
     async def scenario() -> None:
         versions, store = Versions(), InMemory()
