@@ -62,6 +62,7 @@ class Autopilot:
         self._recorder = recorder
         self._stored: deque[tuple[float, int]] = deque(maxlen=SAMPLES)  # when, and bytes of all replicas and tiers
         self._asked_since: float | None = None  # Unix time of the first request that it knows of
+        self._begun = wall_clock()  # a window that was lost with its actor is filled again in part only
         self._state, self._why = STATES[Wait], "it has not looked yet"
 
     def status(self) -> dict[str, Any]:
@@ -91,14 +92,16 @@ class Autopilot:
         versions = await self._control.history()
         step = self._memory.kept.step
         window = self._records()
-        since = max(since_of(self._settings, step, now), window.whole_since)
+        whole_since = max(window.whole_since, self._begun)
+        since = max(since_of(self._settings, step, now), whole_since)
         records = [record for record in window if record.arrival >= since]
         measured = self._measured(records, versions, since, now)
         if self._asked_since is None:
             self._asked_since = min((record.arrival for record in window), default=None)
         asked_since = now if self._asked_since is None else self._asked_since
-        ended, failed = _outcomes(window, since if step is None else max(step.at, window.whole_since))
-        seen = Seen(now, versions, await self._table(), measured, len(records), asked_since, ended, failed)
+        ended, failed = _outcomes(window, since if step is None else max(step.at, whole_since))
+        table = await self._table()
+        seen = Seen(now, versions, table, measured, len(records), asked_since, ended, failed, self._begun)
         decision = decide(self._start, self._settings, step, seen)
         await self._do(decision)
         self._state, self._why = STATES[type(decision)], decision.why

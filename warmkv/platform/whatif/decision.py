@@ -55,7 +55,7 @@ class Step(Section):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a decision rests on. Measured are the requests that came since `since_of` says."""
+    """What a decision rests on. Measured are the requests that came since `since_of` says, none from before `begun`."""
 
     now: float  # Unix time
     versions: Sequence[Version]  # the last one first
@@ -65,6 +65,7 @@ class Seen:
     asked_since: float  # Unix time of the first request that is known
     ended: int  # requests since the step, or in the last rest: those that were answered, and those that failed
     failed: float  # share of them
+    begun: float  # Unix time since which every request was seen; of those before, some may be missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,8 @@ def decide(start: Config, settings: AutopilotConfig, step: Step | None, seen: Se
         )
     if (asked := seen.now - seen.asked_since) < needed:  # caches were empty at first
         return Wait(f"the first request was {asked:.0f} s ago, {needed:g} are needed: caches fill, and it is measured")
+    if (known := seen.now - seen.begun) < settings.settle_seconds:  # this actor was started anew
+        return Wait(f"requests are known for {known:.0f} s, {settings.settle_seconds:g} are needed: it is measured")
     table = seen.table
     if table["state"] != "up to date":
         return Wait(f"the what-if service is not up to date: {table['state']}")
@@ -157,7 +160,7 @@ def _judge(start: Config, settings: AutopilotConfig, step: Step, seen: Seen, cur
     if seen.ended >= REQUESTS and seen.failed - step.failed > settings.max_model_error:  # figures are of the others
         said = f"{seen.failed:.1%} of {seen.ended} requests fail, {step.failed:.1%} did before"
         return RollBack(step, f"version {step.version} ({step.candidate}): {said}")
-    left = step.at + 2 * settings.settle_seconds - seen.now
+    left = max(step.at + settings.settle_seconds, seen.begun) + settings.settle_seconds - seen.now
     if left > 0:
         return Wait(f"version {step.version} settles and is measured, {left:.0f} s more")
     if seen.requests < REQUESTS:

@@ -108,7 +108,8 @@ BETTER = row("ttl-double", 1, DOUBLE, hit_rate=0.3, **{DOLLARS: -0.4})
 
 
 def seen(now: float = 1000.0, versions: Sequence[Version] = (), of: Any = None, **measured: float) -> Seen:
-    return Seen(now, versions, of or table(BETTER), {**FIGURES, **measured}, REQUESTS, now - 2 * REST, REQUESTS, 0.0)
+    figures, begun = {**FIGURES, **measured}, now - 2 * REST
+    return Seen(now, versions, of or table(BETTER), figures, REQUESTS, begun, REQUESTS, 0.0, begun)
 
 
 def version(number: int, age: float, who: str = "ann", **settings: Any) -> Version:
@@ -143,6 +144,7 @@ def test_the_best_candidate_is_applied_with_its_reason():
             "version 1 by ann is 199 s old, 200 are needed: it settles, and is measured",
         ),
         (replace(seen(), asked_since=1000.0 - 2 * REST + 1), "first request was 199 s ago, 200 are needed"),
+        (replace(seen(), begun=1000.0 - REST + 1), "requests are known for 99 s, 100 are needed"),
         (seen(of=table(BETTER, state="replaying")), "not up to date: replaying"),
         (seen(of=table(BETTER, version=3)), "table is of version 3, not 0"),
         (replace(seen(), requests=REQUESTS - 1), f"49 requests in the last {REST:g} s"),
@@ -558,8 +560,10 @@ def asked(now: float, count: int = 99) -> RequestWindow:
     return window
 
 
-def pilot_of(versions: Versions, memory: Memory, window: RequestWindow, of: Any = None) -> Autopilot:
-    """Return an autopilot that sees these requests, and by default a candidate that is better."""
+def pilot_of(
+    versions: Versions, memory: Memory, window: RequestWindow, of: Any = None, age: float = 2 * REST
+) -> Autopilot:
+    """Return an autopilot that has run for `age` seconds, sees these requests, and by default a better candidate."""
 
     async def shown() -> dict[str, Any]:
         return of or table(BETTER)
@@ -567,8 +571,11 @@ def pilot_of(versions: Versions, memory: Memory, window: RequestWindow, of: Any 
     async def held() -> Held:
         return Held(1, 7)
 
-    nobody = telemetry_of_nobody()
-    return Autopilot(START, SETTINGS, memory, versions, shown, lambda: window, held, nobody, lambda: versions.now)
+    nobody, now = telemetry_of_nobody(), versions.now
+    versions.now -= age
+    pilot = Autopilot(START, SETTINGS, memory, versions, shown, lambda: window, held, nobody, lambda: versions.now)
+    versions.now = now
+    return pilot
 
 
 def test_a_step_whose_outcome_is_not_known_is_judged_if_it_is_in_force():
@@ -602,6 +609,27 @@ def test_bytes_are_of_the_time_whose_requests_are_there():
         await pilot.turn()
         assert memory.kept.step is not None
         assert memory.kept.step.before["bytes"] == pytest.approx(7 + 2 * 1000, rel=0.05)
+
+    asyncio.run(scenario())
+
+
+def test_a_step_that_outlived_its_window_is_measured_anew_by_requests_that_are_all_there():
+    async def scenario() -> None:
+        versions, memory, window = Versions(), Memory(InMemory(), "warmkv", 0.0), RequestWindow()
+        await versions.change(START, DOUBLE, AUTOPILOT, "test", None)
+        bytes_before = 7 + 2 * 1000.0  # stored, and two requests a second that hold 1,000 for one
+        memory.keep(step=step(versions.now, figure="bytes", before={**FIGURES, "bytes": bytes_before}))
+        whole = replace(record(0.0, [1] * 9, 3), status="ok", usage=Usage(9, 0, {}, 3), resident_bytes=1000, e2e=1.0)
+        versions.now += 3 * REST
+        pilot = pilot_of(versions, memory, window, age=0.0)
+        window.add(replace(whole, arrival=versions.now - at / 2) for at in range(REQUESTS, 0, -1))  # sent again
+        await pilot.turn()
+        assert "version 1 settles and is measured, 100 s more" in pilot.status()["why"]
+        window.add(replace(whole, arrival=versions.now + at / 2) for at in range(int(2 * REST)))
+        versions.now += REST
+        await pilot.turn()
+        assert versions.kept.current.rolled_back_to == 0  # nothing has become better
+        assert "measured bytes +0.0%" in versions.kept.current.why
 
     asyncio.run(scenario())
 
@@ -654,7 +682,7 @@ def test_a_step_that_somebody_else_prevents_is_no_step():
         async def held() -> Held:
             return Held(1, 7)
 
-        window = asked(versions.now)
+        window = asked(versions.now + 2 * REST)
         pilot = Autopilot(
             START,
             SETTINGS,
@@ -666,6 +694,7 @@ def test_a_step_that_somebody_else_prevents_is_no_step():
             telemetry_of_nobody(),
             lambda: versions.now,
         )
+        versions.now += 2 * REST
         with pytest.raises(StaleVersionError):
             await pilot.turn()
         assert (memory.kept.step, versions.kept.current.who) == (None, "ann")
