@@ -9,18 +9,19 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from warmkv import recorders, telemetry
-from warmkv.config import Config, ConfigError, WhatIfConfig
-from warmkv.platform.live_config import Version, in_force
+from warmkv.config import Config, WhatIfConfig
+from warmkv.platform.live_config import Version
 from warmkv.platform.live_config_store import StoreError
-from warmkv.platform.whatif.candidates import BEST, NOW, OperatorCandidates, WhatIfCandidate, check, proposals
+from warmkv.platform.whatif.candidates import BEST, NOW, OperatorCandidates, WhatIfCandidate, check
+from warmkv.platform.whatif.in_force import InForce, Latest, settings_of, sized
 from warmkv.platform.whatif.kept import Memory
-from warmkv.platform.whatif.replays import SEARCHED, Basis, Default, Replayed, Round
-from warmkv.platform.whatif.sizes import Held, with_sizes
+from warmkv.platform.whatif.replays import SEARCHED, Basis, Replayed, Round
+from warmkv.platform.whatif.sizes import Held
 from warmkv.platform.whatif.warm_start import BLOCKS, Snapshots
 from warmkv.platform.whatif.window import RequestWindow
 from warmkv.policies.contents import Contents
@@ -78,6 +79,7 @@ class WhatIf:
         self._contents, self._clock, self._wall_clock = contents, clock, wall_clock
         self.window, self._own = RequestWindow(), OperatorCandidates(memory.kept.candidates)
         self._snapshots, self._started = Snapshots(), wall_clock()
+        self._settings_of, self._sized = Latest(settings_of), Latest(sized)  # validating them takes CPU
         self._loads: dict[str, tuple[int, float]] = {}  # requests that wait, by gateway, and when it said so
         self._replicas = start.first_replicas
         self._heard = -SILENCE_SECONDS  # when the last records came
@@ -115,8 +117,7 @@ class WhatIf:
 
     async def add(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Add a candidate and return it. Raises ConfigError, TooManyCandidatesError or StoreError."""
-        now, _, _, _ = await self._in_force()
-        check(now, changes)
+        check((await self._in_force()).now, changes)
         before = self._own.kept()
         added = self._own.add(changes)
         self._keep_own(before)
@@ -198,9 +199,7 @@ class WhatIf:
             self._rest()
         if self._clock() < self._rests_until:
             return
-        work = await self._round()
-        due = (self._version, sorted((one.name, repr(one.changes)) for one in work.candidates))
-        if self._done == due and (self.window.seen - self._replayed_at) * FRESH_SHARE < len(self.window):
+        if (work := await self._round()) is None:
             self._state = "up to date"
             return
         seen, self._state = self.window.seen, "replaying"
@@ -208,7 +207,8 @@ class WhatIf:
         for name in self._results.keys() - {NOW, BEST, *self._too_slow} - {one.name for one in work.candidates}:
             self._forget(name)
         if await self._followed(work):
-            self._done, self._replayed_at, self._rounds, self._state = due, seen, self._rounds + 1, "up to date"
+            self._done, self._replayed_at = self._due(work.candidates), seen
+            self._rounds, self._state = self._rounds + 1, "up to date"
             self._recorder.add(telemetry.WHATIF_ROUNDS, 1, result="done")
             self._rank()
             return
@@ -292,50 +292,45 @@ class WhatIf:
         while asked.items() <= self._own.kept().items():
             await asyncio.sleep(PAUSE_SECONDS)
             try:
-                _, _, _, number = await self._in_force()
+                number = (await self._in_force()).version
             except Exception as error:  # the next look may succeed
                 log.info("what-if: the live settings cannot be read: %s: %s", type(error).__name__, error)
                 continue
             if number != self._version:
                 return
 
-    async def _round(self) -> Round:
-        now, defaults, changed, number = await self._in_force()
-        if number != self._version:
-            self._version = number
+    async def _round(self) -> Round | None:
+        """Return the round that is due; None if nothing is new."""
+        of = await self._in_force()
+        if of.version != self._version:
+            self._version = of.version
             self._too_slow.clear()
         held = await self._held()
         self._replicas = held.replicas or self._start.first_replicas
-        sized = with_sizes(now, held)
-        quiet = self._clock() - self._heard > SILENCE_SECONDS  # what they hold has expired since
+        config, proposed = self._sized(of.now, replace(held, stored_bytes=None, slot_bytes=0))  # these always change
         candidates = sorted(
-            (one for one in [*self._own.all(), *proposals(sized)] if one != self._too_slow.get(one.name)),
+            (one for one in [*self._own.all(), *proposed] if one != self._too_slow.get(one.name)),
             key=lambda one: self._results[one.name].at if one.name in self._results else 0.0,
         )
+        fresh = (self.window.seen - self._replayed_at) * FRESH_SHARE >= len(self.window)
+        if self._done == self._due(candidates) and not fresh:
+            return None
+        quiet = self._clock() - self._heard > SILENCE_SECONDS  # what they hold has expired since
         return Round(
             self._snapshots.start(self.window),
-            sized,
-            defaults,
-            changed,
+            config,
+            of.defaults,
+            of.changed,
             candidates,
             None if quiet else held.stored_bytes,
             self._settings.quality,
         )
 
-    async def _in_force(self) -> tuple[Config, list[Default], float, int]:
-        """Return the settings in force, default policies over time, the time of the last change, and the version."""
-        versions = list(await self._versions())
-        defaults, now, changed = [Default.of(0.0, self._start)], self._start, 0.0
-        number = 0
-        for version in reversed(versions):
-            try:
-                now = in_force(self._start, version)
-            except ConfigError:
-                continue  # the gateways serve as before, too
-            changed = version.when.timestamp() if version.when else 0.0
-            defaults.append(Default.of(changed, now))
-            number = version.number
-        return now, defaults, changed, number
+    def _due(self, candidates: Sequence[WhatIfCandidate]) -> tuple[Any, ...]:
+        return self._version, sorted((one.name, repr(one.changes)) for one in candidates)
+
+    async def _in_force(self) -> InForce:
+        return self._settings_of(self._start, list(await self._versions()))
 
     # --- results
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from warmkv import telemetry
 from warmkv.config import ConfigError, load
 from warmkv.platform.live_config import LIVE, Version
 from warmkv.platform.live_config_store import StoreError
+from warmkv.platform.whatif import in_force as in_force_module
 from warmkv.platform.whatif import service as service_module
 from warmkv.platform.whatif.candidates import (
     BEST,
@@ -35,7 +37,7 @@ from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import SEARCHED, Basis, Replayed, Round, replays
 from warmkv.platform.whatif.service import WhatIf
 from warmkv.platform.whatif.sizes import Held, with_sizes
-from warmkv.platform.whatif.warm_start import BLOCKS
+from warmkv.platform.whatif.warm_start import BLOCKS, Snapshots
 from warmkv.platform.whatif.window import BYTES, REQUESTS, RequestWindow, size_of
 from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
@@ -173,6 +175,38 @@ def test_a_round_is_replayed_when_there_is_something_new():
         assert bench.rounds[3].now.prefix_cache.default_ttl == "1h"
         assert (await bench.whatif.table())["version"] == 4
         assert bench.rounds_counted() == ["done"] * 4
+
+    clocks.run(scenario())
+
+
+def test_turns_without_news_prepare_no_round(monkeypatch: pytest.MonkeyPatch):
+    called: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            called[name] += 1
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(Snapshots, "start")
+    count(in_force_module, "with_sizes")
+
+    async def scenario() -> None:
+        bench = Bench()
+        await bench.come()
+        for stored in range(11):
+            bench.held = Held(replicas=1, stored_bytes=stored)
+            await bench.whatif.turn()
+        assert called == {"start": 1, "with_sizes": 1}
+        bench.held = Held(replicas=1, limits={"": {"engine.kv_bytes": 1 << 20}})
+        await bench.whatif.turn()
+        assert called == {"start": 1, "with_sizes": 2}  # no candidate depends on this size
+        bench.versions = [Version(number=4, settings={"prefix_cache.default_ttl": "1h"}, when=datetime.now(UTC))]
+        await bench.whatif.turn()
+        assert called == {"start": 2, "with_sizes": 3}
 
     clocks.run(scenario())
 
