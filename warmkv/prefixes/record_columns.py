@@ -206,6 +206,15 @@ class RecordColumns(Sequence[RequestRecord]):
         """Return which records have one of some names."""
         return np.isin(getattr(self, column), [at for at, name in enumerate(self.names) if name in names])
 
+    def are_siblings(self, part: Ints | slice = slice(None)) -> NDArray[np.bool_]:
+        """Return which records, or which of a part of them, are further answers to a prompt (`n`).
+
+        The prompt is billed with the first one: the usage of the others has what they drew alone.
+        """
+        billed = [self.usage_input[part], self.usage_read[part], self.written.counts[part]]
+        found: NDArray[np.bool_] = ~np.any(billed, axis=0) & (self.usage_output[part] > 0)
+        return found
+
     def values(self, column: str) -> list[str]:
         """Return the names of a column."""
         names = self.names

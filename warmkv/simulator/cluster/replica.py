@@ -110,6 +110,11 @@ class Job:
     def full_blocks(self) -> int:
         return int(self.records.hashes.counts[self.number])
 
+    @property
+    def is_sibling(self) -> bool:
+        """Return True for a further answer to a prompt, which is billed with the first one."""
+        return bool(self.records.are_siblings(slice(self.number, self.number + 1))[0])
+
 
 class SimulatedReplica:
     """A replica in the clock's time. `submit` hands it a job, whose times it sets and whose memory it frees at its end.

@@ -17,7 +17,9 @@ from warmkv.simulator.cluster.replica import Job
 
 
 def billed(job: Job, lifetimes: Lifetimes) -> Usage:
-    """Return the usage of a served job: by breakpoints, or in the OpenAI APIs by reuse."""
+    """Return the usage of a served job: by breakpoints, or in the OpenAI APIs by reuse, of several answers once."""
+    if job.is_sibling:
+        return Usage(output=job.output)
     if not job.marked:
         return Usage(job.prompt - job.reused, job.reused, {}, job.output)
     usage = breakpoints.billed(job.prompt, job.marks, job.hit, job.written, job.read, lifetimes.ttls)
@@ -56,6 +58,8 @@ def by_tenant_and_model(jobs: Jobs, served: Ints, lifetimes: Lifetimes) -> Mappi
     prompt, output = records.input_tokens[served], records.output_tokens[served]
     read, reused, hit, stored = (jobs.column(name)[served] for name in ("read", "reused", "hit", "written"))
     read, stored = np.where(marked, read, reused), np.where(marked, np.maximum(hit, stored), 0)
+    once = ~records.are_siblings(served)
+    prompt, read, stored = prompt * once, read * once, stored * once
 
     marks = records.marks.take(served)
     positions, ttls, _ = marks.flat()

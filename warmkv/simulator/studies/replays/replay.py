@@ -301,7 +301,7 @@ def summarise(
     """Return totals and percentiles of a finished simulation: of the jobs from number `since` on."""
     served = jobs.served(since)
     billed = bills.of(jobs, served, lifetimes, config)
-    prompt, reused = billed.usage.prompt, int(jobs.column("reused")[served].sum())
+    prompt, reused = (int(of[served].sum()) for of in (jobs.records.input_tokens, jobs.column("reused")))
     blocks = int(jobs.records.hashes.counts[served].sum())
     arrival, first, end = (jobs.column(name)[served] for name in ("arrival", "first", "finished"))
     steps = np.maximum(0, jobs.records.output_tokens[served] - 1)

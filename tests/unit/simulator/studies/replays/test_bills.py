@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import EXACT, config, logs, record, uniform
+from warmkv.prefixes.usage import Usage
 from warmkv.simulator.studies.replays import bills
 from warmkv.simulator.studies.replays.replay import run
 from warmkv.simulator.studies.replays.variants import Variant
+from warmkv.simulator.studies.replays.whatif import measure
 
 
 @given(logs(), st.data(), st.sampled_from([None, 60.0]), st.sampled_from([(), ("prefix_cache.enabled=false",)]))
@@ -48,3 +50,17 @@ def test_each_request_has_the_prices_of_its_model():
     small, large, other = 100 * 1 + 10 * 20, 100 * 5 + 10 * 50, 100 * 2 + 10 * 20
     assert result.bills == pytest.approx({"a": (small + large) / 1e6, "b": (large + other) / 1e6})
     assert result.dollars == result.dollars_uncached == pytest.approx((small + 2 * large + other) / 1e6)
+
+
+def test_a_prompt_of_several_answers_is_billed_once_as_its_log_says():
+    """Measure and replay a request with `n` = 4: 100 tokens in, 4 times 10 out, 440 in all."""
+    settings = config("pricing={input: 3, output: 15}")
+    first = replace(record(0.0, list(range(100)), 10, name="req"), api="chat", usage=Usage(input=100, output=10))
+    log = [first, *(replace(first, id=f"req-{at}", arrival=1.0, usage=Usage(output=10)) for at in (1, 2, 3))]
+    done = run(log, settings, Variant(), uniform(EXACT))
+    result = done.result
+    assert done.usages == [one.usage for one in log]
+    assert result.usage == bills.together([one.usage for one in log], done.lifetimes)
+    assert result.dollars == pytest.approx((100 * 3 + 40 * 15) / 1e6)
+    assert (result.prompt_tokens, result.reused_tokens > 0) == (400, True)
+    assert measure(log, settings)["dollars_per_million_tokens"] == pytest.approx(result.dollars / 440 * 1e6)
