@@ -17,6 +17,9 @@ from typer.testing import CliRunner
 from tests.html import Page
 from tests.unit.simulator.published import published
 from warmkv.cli import app
+from warmkv.config import load
+from warmkv.platform.kubernetes.overlay import write_overlay
+from warmkv.simulator.studies.plans.deployment import Deployment
 
 ROOT = Path(__file__).parents[3]
 MODEL = {
@@ -138,6 +141,24 @@ def test_the_overlay_that_it_writes_passes_the_check(model: Path, trace: tuple[P
     assert "One replica fewer has ttft_p99" in screen
 
 
+def test_an_overlay_has_room_for_the_replicas_of_all_groups(model: Path, tmp_path: Path) -> None:
+    """Two more replicas that keep prefixes in host memory, beside three that do not."""
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    out = tmp_path / "k8s/overlays/mine"
+    groups = "cluster.groups={long: {cluster: {replicas: 2}, prefix_cache: {host: {memory_bytes: 64GiB}}}}"
+    planned = Deployment.of(str(model), lambda *flags: load(flags=[groups, *flags], environ={}))
+    chosen = {"simulator.gpu": "H100", "cluster.replicas": 3}
+    write_overlay(out, tmp_path / "k8s/base", planned.configure, chosen, planned.shape, [])
+    changes = yaml.safe_load((out / "workers.yaml").read_text())
+    workers = {change["path"].rpartition("/")[2]: change["value"] for change in changes}
+    assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (5, 5, 5)
+    assert int(workers["memory"].removesuffix("Gi")) > 64
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed: manifests cannot be rendered")
+    findings = json.loads(call("k8s", "check", out, "--json").stdout)["findings"]
+    assert {finding["rule"] for finding in findings} == {"references", "budgets"}
+
+
 def test_policies_are_chosen_if_their_quality_allows_it(model: Path, trace: tuple[Path, Path], tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -191,6 +212,10 @@ def test_a_profile_is_of_its_gpu(model: Path, trace: tuple[Path, Path], tmp_path
         (["--host-memory", "much"], "--host-memory much: write bytes as in 8GiB"),
         (["--model", "nobody/knows-it"], "download its config.json"),
         (["--out", "overlays/mine"], "there is no kustomize base"),
+        (
+            ["--out", "overlays/mine", "--set", "cluster.groups={b: {cluster: {gpus_per_replica: 0.5}}}"],
+            "cluster.groups.b.cluster.gpus_per_replica needs pods of its own",
+        ),
         (["--trace", "absent.jsonl"], "absent.jsonl"),
         (["--eval", "absent"], "cannot read absent"),
         (["--peer"], "--peer needs the command aiconfigurator"),

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -15,6 +15,9 @@ from warmkv.cli.command import fail, make_folder_of, no_standard_output, write, 
 from warmkv.cli.options import JsonOptions, ReplayOptions, SettingsOptions
 from warmkv.extras import require
 from warmkv.terminal import bar, console
+
+if TYPE_CHECKING:
+    from warmkv.config import Config
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def plan(
     config = planned.configure(())
     limits = sizing.limits_of(slo, config, quality is not None)
     machines = planned.machines(gpus, _profiles(profile, gpus))
-    overlay = None if out is None else _overlay(out, base)
+    overlay = None if out is None else _overlay(out, base, config)
     host_bytes = _bytes(host_memory)
     trace = source.read(config)
     with bar("planning") as progress:
@@ -161,8 +164,12 @@ def _profiles(given: Sequence[str], gpus: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _overlay(out: Path, base: Path | None) -> tuple[Path, Path]:
+def _overlay(out: Path, base: Path | None, config: Config) -> tuple[Path, Path]:
     """Return the folders of the overlay and of the base, before an hour of work."""
+    from warmkv.platform.kubernetes.overlay import refusal
+
+    if why := refusal(config):
+        fail(f"--out {out}: {why}")
     base = base or out.parent.parent / "base"
     if not (base / "kustomization.yaml").is_file():
         fail(f"--out {out}: there is no kustomize base at {base}; name the repository's k8s/base with --base")

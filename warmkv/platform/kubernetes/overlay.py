@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from warmkv.config import Config, put
+from warmkv.config import Config, place_in, put
 from warmkv.model_shape import ModelShape
 from warmkv.platform import manifest
 from warmkv.platform.drain import END_SECONDS, seconds_to_drain
@@ -24,6 +24,18 @@ ACCESS = {"host": "0.0.0.0", "tenants_file": "/etc/warmkv/tenants/tenants.yaml"}
 GROUP = "/spec/rayClusterConfig/workerGroupSpecs/0"
 CPUS = 4
 """Of a worker pod for each replica: its engine, and what tokenizes beside it."""
+OF_PODS = (("simulator", "gpu"), ("cluster", "gpus_per_replica"))
+"""Settings of groups of replicas that would need worker pods of another kind."""
+
+
+def refusal(config: Config) -> str:
+    """Return why an overlay, whose one worker group has all replicas, cannot be written; "" if it can."""
+    for name, tree in config.cluster.groups.items():
+        for section, key in OF_PODS:
+            if key in tree.get(section, {}):
+                setting = place_in(name, f"{section}.{key}")
+                return f"{setting} needs pods of its own, and the overlay has one worker group: leave it out"
+    return ""
 
 
 def write_overlay(
@@ -31,7 +43,7 @@ def write_overlay(
 ) -> list[Path]:
     """Write the overlay of a deployment with these settings; return its files. Raises OSError.
 
-    Each replica has a pod, with the GPUs that it asks for.
+    Each replica, those of groups as well, has a pod with the GPUs that it asks for. `refusal` has found nothing.
     """
     config = point(settings, configure).config
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,10 +90,13 @@ def _workers(config: Config, shape: ModelShape) -> list[dict[str, Any]]:
     """Return a JSON patch of the worker group."""
     cluster, gpu = config.cluster, config.simulator.gpu
     on_a_pod = max(1, int(1 / cluster.gpus_per_replica)) if cluster.gpus_per_replica < 1 else 1
-    pods = -(-cluster.replicas // on_a_pod)
+    pods = -(-config.most_replicas // on_a_pod)
+    groups = config.groups().values()
+    cpus = max(group.cluster.cpus_per_replica for group in groups)
+    memory = max(pod_memory(group, shape, on_a_pod, True) for group in groups)
     resources = {
-        "cpu": str(max(CPUS, round(CPUS * on_a_pod * max(1.0, cluster.cpus_per_replica)))),
-        "memory": f"{pod_memory(config, shape, on_a_pod, True) >> 30}Gi",
+        "cpu": str(max(CPUS, round(CPUS * on_a_pod * max(1.0, cpus)))),
+        "memory": f"{memory >> 30}Gi",
         GPU: str(max(1, round(cluster.gpus_per_replica))),
     }
     grace = math.ceil(seconds_to_drain(config) + END_SECONDS)
