@@ -23,7 +23,7 @@ class EngineStats:
     weight_bytes: int
     slot_bytes: int  # all slabs, their free rows included, and what is set aside for prompts being computed
     workspace_bytes: int
-    store_bytes: int  # of the prefix cache on the device
+    store_bytes: int  # of the prefix cache on the device; over vLLM at most what running requests leave of its cache
     store_blocks: int
     pinned_bytes: int  # of the prefix cache in all tiers that requests are reading
     store_tiers: Mapping[str, int]  # bytes of the prefix cache by tier: device, host, disk

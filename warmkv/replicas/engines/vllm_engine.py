@@ -177,6 +177,7 @@ class VllmEngine:
         """Return the numbers as of the last step."""
         tiers, limit = self.store.tier_bytes, self.store.tier_limits["device"]
         used = round(self._steps.usage * limit)
+        stored = min(tiers["device"], limit - used)  # one pool: blocks that running requests use are in `used`
         return EngineStats(
             waiting=max(0, len(self._tasks) - self._steps.running),
             decoding=self._steps.running,
@@ -185,7 +186,7 @@ class VllmEngine:
             weight_bytes=self._model.sizes.weights,
             slot_bytes=used,
             workspace_bytes=0,
-            store_bytes=tiers["device"],
+            store_bytes=stored,
             store_blocks=len(self.store),
             pinned_bytes=0,
             store_tiers=tiers,

@@ -23,6 +23,7 @@ from warmkv.policies.memory_plan import ModelSizes
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.replicas.engines import vllm_engine, vllm_start
+from warmkv.replicas.engines.kv_events import BlocksStored
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.engines.vllm_engine import VllmEngine
 from warmkv.replicas.engines.vllm_requests import sampling_fields
@@ -313,6 +314,22 @@ def test_health_is_that_of_vllm_and_of_its_steps(monkeypatch):
             here.engine.check_turning(10)
         here.engine.stop()
         await turns()
+
+    asyncio.run(scenario())
+
+
+def test_blocks_of_running_requests_are_no_memory_of_prefixes_as_well(monkeypatch):
+    """vLLM publishes full blocks of prompts that run: 20 of 16 bytes, where these use all but 100 of 1000 bytes."""
+
+    async def scenario() -> None:
+        here = Setup(monkeypatch)
+        names = tuple(bytes([name]) for name in range(20))
+        here.engine.store.take([BlocksStored(names, None, tuple(range(320)), 16, bytes(16).hex(), "GPU")])
+        assert (here.engine.stats().slot_bytes, here.engine.stats().store_bytes) == (0, 320)
+        running = SimpleNamespace(num_running_reqs=1, num_waiting_reqs=0, kv_cache_usage=0.9)
+        here.steps.record(running, None)
+        stats = here.engine.stats()
+        assert (stats.slot_bytes, stats.store_bytes, stats.store_tiers) == (900, 100, {"device": 320})
 
     asyncio.run(scenario())
 
