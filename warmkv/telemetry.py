@@ -118,7 +118,13 @@ KV_BYTES = Metric("warmkv_kv_bytes", "gauge", "KV memory by use: slots, workspac
 WEIGHT_BYTES = Metric("warmkv_weight_bytes", "gauge", "Bytes of the model's weights on the replica's device", "bytes")
 STORED_BLOCKS = Metric("warmkv_stored_blocks", "gauge", "Prefix blocks and tails resident", "blocks")
 TOUCHED = Metric("warmkv_touched_prefixes", "counter", "Prefixes touched so that vLLM does not evict them", "prefixes")
-PREEMPTED = Metric("warmkv_preempted", "counter", "Requests set aside for others", "requests", ("reason",))
+PREEMPTED = Metric(
+    "warmkv_preempted",
+    "counter",
+    "Requests set aside for others, by why: fairness among tenants, or memory (vLLM's cache was full)",
+    "requests",
+    ("reason",),
+)
 FAILED = Metric(
     "warmkv_failed",
     "counter",

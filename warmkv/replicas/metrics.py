@@ -27,7 +27,7 @@ def record(recorder: recorders.Recorder, stats: EngineStats, store: StoredPrefix
         gauge(telemetry.PREFIX_BYTES, held, tier=tier)
     for tier, limit in store.tier_limits.items():
         gauge(telemetry.PREFIX_LIMIT_BYTES, limit, tier=tier)
-    counter(telemetry.PREEMPTED, stats.preempted, reason="fairness")
+    counter(telemetry.PREEMPTED, stats.preempted, reason=stats.preempted_for)
     counter(telemetry.TOUCHED, stats.touched)
     for fault, failed in stats.failures.items():
         counter(telemetry.FAILED, failed, fault=fault)

@@ -39,7 +39,8 @@ class Recorded(recorders.RayRecorder):
 
 def stats(**more: Any) -> EngineStats:
     zeros: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-    return EngineStats(**{**zeros, "store_tiers": {"device": 5}, "failures": {}, "compressed": {}, **more})
+    others = {"store_tiers": {"device": 5}, "failures": {}, "compressed": {}, "preempted_for": "fairness"}
+    return EngineStats(**{**zeros, **others, **more})
 
 
 def gone(harness: Harness) -> dict[tuple[str, str], int]:
@@ -129,6 +130,15 @@ def test_samples_between_two_reports_are_bounded():
         residency.reused(0.0, 1.0)
     residency.reused(math.nan, 1.0)  # of a block from before a restart
     assert list(residency.gaps) == [1.0] * MOST
+
+
+def test_preemptions_are_counted_by_what_they_made_room_for():
+    """Over vLLM, whose cache was full; one more is told next."""
+    recorder = Recorded()
+    store = SimpleNamespace(left={}, lost={}, tier_limits={}, residency=Residency())
+    for preempted in (2, 3):
+        metrics.record(recorder, stats(preempted=preempted, preempted_for="memory"), store)
+    assert {key: value for key, value in recorder.counted.items() if value} == {("warmkv_preempted", "memory"): 3}
 
 
 def test_compression_is_counted_by_policy():

@@ -146,7 +146,8 @@ ERRORS = PanelRow(
         ),
         Graph(
             "Preemptions",
-            "Requests per second that were set aside in a replica for others, by why.",
+            "Requests per second that were set aside in a replica for others: for fairness among tenants, or, over "
+            "vLLM, for memory.",
             "reqps",
             [(rate(t.PREEMPTED, ("reason",)), "{{reason}}")],
             height=6,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from warmkv.replicas.block_store import BlockStore
 from warmkv.replicas.engine.faults import FailureKind
@@ -33,6 +34,7 @@ class EngineStats:
     slot_limit: int  # bytes that slots and workspaces may take
     compressed: Mapping[str, Compressions]  # prompts so far, by policy
     step_bytes: int = 0  # of CUDA graphs of decode steps, and of what steps are told, work with and leave
+    preempted_for: Literal["fairness", "memory"] = "fairness"  # among tenants; or vLLM's cache was full
     touched: int = 0  # prefixes that were touched so far to keep them warm
     allocator_bytes: int | None = None  # what PyTorch's allocator has handed out; it keeps no account on a CPU
 

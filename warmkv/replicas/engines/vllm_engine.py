@@ -182,6 +182,7 @@ class VllmEngine:
             waiting=max(0, len(self._tasks) - self._steps.running),
             decoding=self._steps.running,
             preempted=self._steps.preempted,
+            preempted_for="memory",
             slots=self._steps.running,
             weight_bytes=self._model.sizes.weights,
             slot_bytes=used,

@@ -309,6 +309,7 @@ def test_health_is_that_of_vllm_and_of_its_steps(monkeypatch):
         here.engine.check_turning(10)
         stats = here.engine.stats()
         assert (here.engine.turns, stats.decoding, stats.slot_bytes, stats.preempted) == (1, 1, 500, 2)
+        assert stats.preempted_for == "memory"
         here.llm.errored = True
         with pytest.raises(RuntimeError, match="engine core has ended"):
             here.engine.check_turning(10)
