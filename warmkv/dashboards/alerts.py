@@ -76,6 +76,12 @@ def _grew(counter: Metric, minutes: int, match: str = "") -> str:
     return f"sum by (application) (increase({series}[{minutes}m]) > 0 or {new}) > 0"
 
 
+def _gone(metric: Metric) -> str:
+    """Return the query of applications that had the metric within a day, and have it no more."""
+    had = f"count by (application) (last_over_time({metric.exported}[1d]))"
+    return f"({had} unless count by (application) ({metric.exported}))"
+
+
 def _hit_rate(window: str) -> str:
     """Return the share of the prompt tokens that were read; 0 where none ever was."""
     read = f"sum by (application) (rate({t.CACHED_TOKENS.exported}[{window}]))"
@@ -119,9 +125,10 @@ ALERTS = (
         "WarmkvDown",
         "critical",
         "2m",
-        f"absent({t.LIVE_CONFIG_VERSION.exported})",
+        f"{_gone(t.LIVE_CONFIG_VERSION)} or absent_over_time({t.LIVE_CONFIG_VERSION.exported}[1d])",
         "No gateway reports metrics",
-        "No gateway has reported for 2 minutes: the service does not answer, or its metrics are not scraped.",
+        "No gateway{{ with $labels.application }} of {{ . }}{{ end }} has reported for 2 minutes: the service does "
+        "not answer, or its metrics are not scraped.",
     ),
     Alert(
         "WarmkvNoReplicas",

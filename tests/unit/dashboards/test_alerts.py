@@ -134,6 +134,15 @@ SICK: dict[str, dict[str, list[dict[str, str]]]] = {
 }
 """What differs from a healthy service where an alert fires, at minute 180."""
 
+OTHER = [  # another application, which is well
+    series(t.LIVE_CONFIG_VERSION, "0x180", application="other", replica="g3"),
+    series(t.DECODING, "0x180", application="other", replica="r3"),
+]
+SICK_AS_WELL: tuple[tuple[str, dict[str, list[dict[str, str]]]], ...] = (
+    ("WarmkvDown", {"version": [series(t.LIVE_CONFIG_VERSION, "3x149", replica="g1"), *OTHER]}),
+)
+"""Other ways in which alerts fire."""
+
 
 def test_committed_rules_are_a_fresh_build() -> None:
     for name, make in (("alerts", alerts.groups), ("prometheusrule", alerts.prometheus_rule)):
@@ -172,7 +181,7 @@ def test_promtool_accepts_them_and_each_fires_alone(tmp_path: Path) -> None:
         check = {"expr": query, "eval_time": "180m", "exp_samples": expected}
         return {"name": firing or "healthy", "interval": "1m", "input_series": values, "promql_expr_test": [check]}
 
-    cases = [case("", {}), *(case(name, different) for name, different in SICK.items())]
+    cases = [case("", {}), *(case(name, different) for name, different in (*SICK.items(), *SICK_AS_WELL))]
     path = tmp_path / "test.yaml"
     path.write_text(json.dumps({"rule_files": [str(rules)], "evaluation_interval": "5m", "tests": cases}))
     for command in (["check", "rules", str(rules)], ["test", "rules", str(path)]):
