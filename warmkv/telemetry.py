@@ -95,6 +95,12 @@ DROPPED_LINES = Metric(
 LIVE_CONFIG_VERSION = Metric(
     "warmkv_live_config_version", "gauge", "Version of the live configuration that a gateway has in force", "version"
 )
+LIVE_CONFIG_REFUSED = Metric(
+    "warmkv_live_config_refused",
+    "gauge",
+    "1 while a gateway cannot bring the last version of the live configuration into force, 0 while that is in force",
+    "version",
+)
 LIVE_CONFIG_CHANGE = Metric(
     "warmkv_live_config_change_info",
     "gauge",
@@ -314,7 +320,7 @@ WHATIF_FAILED = Metric(
 )
 
 REQUEST = (REQUESTS, TOKENS, DOLLARS, CACHED_TOKENS, MISSED_TOKENS, RETRIED, TTFT, E2E, TPOT, QUEUE)
-LIVE_CONFIG = (LIVE_CONFIG_VERSION, LIVE_CONFIG_CHANGE)
+LIVE_CONFIG = (LIVE_CONFIG_VERSION, LIVE_CONFIG_REFUSED, LIVE_CONFIG_CHANGE)
 GATEWAY = (*REQUEST, GATEWAY_WAITING, ERRORS, REJECTED, DROPPED_LINES, *LIVE_CONFIG, TENANTS_READ, TENANTS_REFUSED)
 RESIDENCY = (BLOCK_LIFETIME, BLOCK_IDLE, REUSE_GAP)
 STORE = (STORED_BLOCKS, PREFIX_BYTES, PREFIX_LIMIT_BYTES, EVICTED_BLOCKS, EXPIRED_BLOCKS, LOST_BLOCKS, *RESIDENCY)

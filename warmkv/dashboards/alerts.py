@@ -286,9 +286,11 @@ ALERTS = (
         "warning",
         "5m",
         f"max by (application) ({t.LIVE_CONFIG_VERSION.exported}) "
-        f"- min by (application) ({t.LIVE_CONFIG_VERSION.exported}) > 0",
-        "Gateways differ in their live configuration",
-        "A gateway of {{ $labels.application }} is {{ $value }} versions behind the newest live configuration.",
+        f"- min by (application) ({t.LIVE_CONFIG_VERSION.exported}) > 0 "
+        f"or max by (application) ({t.LIVE_CONFIG_REFUSED.exported}) > 0",
+        "Gateways do not go by the last live configuration",
+        "A gateway of {{ $labels.application }} has not heard of the last version of the live configuration, or "
+        "refuses it.",
     ),
     Alert(
         "WarmkvLogLost",

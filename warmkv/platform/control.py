@@ -146,10 +146,19 @@ class Control:
 
 
 class LiveConfigFollower:
-    """Brings every version into force in a gateway, by `take`, which raises ConfigError where one does not fit."""
+    """Brings every version into force in a gateway, by `take`, which raises ConfigError where one does not fit.
 
-    def __init__(self, control: LiveConfigControl, part: str, take: Callable[[Version], None]) -> None:
-        self._control, self._part, self._take = control, part, take
+    `refused` is told after each version whether it did not fit.
+    """
+
+    def __init__(
+        self,
+        control: LiveConfigControl,
+        part: str,
+        take: Callable[[Version], None],
+        refused: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        self._control, self._part, self._take, self._refused = control, part, take, refused
         self._report = Report()
 
     async def start(self) -> None:
@@ -178,6 +187,7 @@ class LiveConfigFollower:
         except Exception as error:  # ConfigError or not: whoever stopped following would keep what it has for ever
             log.error("version %d of the policy cannot be brought into force: %s", version.number, error)
             self._report = Report(version.number, max(self._report.in_force, 0), str(error))
+        self._refused(self._report.in_force != self._report.heard)
 
 
 class RemoteControl:

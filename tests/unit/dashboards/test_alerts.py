@@ -48,6 +48,7 @@ HEALTHY = {
         series(t.LIVE_CONFIG_VERSION, "3x180", replica="g1"),
         series(t.LIVE_CONFIG_VERSION, "3x180", replica="g2"),
     ],
+    "refused": [series(t.LIVE_CONFIG_REFUSED, "0x180", replica="g1")],
     "decoding": [series(t.DECODING, "0x180", replica="r1")],
     "tokens": [
         series(t.TOKENS, "0+6000x180", kind="input", policy="full", model="m"),
@@ -140,6 +141,13 @@ OTHER = [  # another application, which is well
 ]
 SICK_AS_WELL: tuple[tuple[str, dict[str, list[dict[str, str]]]], ...] = (
     ("WarmkvDown", {"version": [series(t.LIVE_CONFIG_VERSION, "3x149", replica="g1"), *OTHER]}),
+    (
+        "WarmkvVersionsDiffer",
+        {
+            "version": [series(t.LIVE_CONFIG_VERSION, "0x180", replica="g1")],
+            "refused": [series(t.LIVE_CONFIG_REFUSED, "1x180", replica="g1")],
+        },
+    ),
 )
 """Other ways in which alerts fire."""
 

@@ -72,14 +72,15 @@ def test_a_change_is_told_to_all_parts_before_it_is_answered(tmp_path):
 def test_a_part_that_cannot_take_a_version_says_so_and_takes_the_next(tmp_path):
     async def scenario() -> None:
         actor, part = control(tmp_path, PATIENT), Part(cannot=1)
-        follower = LiveConfigFollower(actor, "a", part.take)
+        refused: list[bool] = []
+        follower = LiveConfigFollower(actor, "a", part.take, refused.append)
         await follower.start()
         task = asyncio.create_task(follower.run())
         status = await actor.change(START, CHANGES, "ann", "")
         assert status["parts"] == {"a": {"version": 0, "fault": "it does not fit"}}
         status = await actor.change(START, CHANGES, "ann", "")
         assert status["parts"] == {"a": {"version": 2, "fault": None}}
-        assert part.taken == [0, 2]
+        assert (part.taken, refused) == ([0, 2], [False, True, False])
         task.cancel()
 
     run(scenario())

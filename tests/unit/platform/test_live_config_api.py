@@ -92,6 +92,7 @@ def test_the_next_answer_is_under_the_new_policy_and_prices(tuned):
     assert after.warmkv["price"]["input"] == pytest.approx(100 * before.warmkv["price"]["input"])
     assert after.warmkv["price"]["output"] == 0 < before.warmkv["price"]["output"]
     assert ("warmkv_live_config_version", answered["version"], {}) in tuned.metrics.seen
+    assert ("warmkv_live_config_refused", False, {}) in tuned.metrics.seen
 
 
 def test_a_request_in_flight_ends_as_it_began(tuned):

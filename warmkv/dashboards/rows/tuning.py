@@ -16,7 +16,16 @@ LIVE_CONFIGURATION = PanelRow(
             "Version of the live configuration in force in each gateway; 0 is the configuration at start.",
             "short",
             [(level(t.LIVE_CONFIG_VERSION, ("replica",)), "{{replica}}")],
-            width=8,
+            width=6,
+            decimals=0,
+        ),
+        Graph(
+            "Live configuration refused",
+            "1 while a gateway cannot bring the last version into force, as after a deployment with other settings: "
+            "the version before stays, or that of the start. GET /v1/warmkv/policy says why.",
+            "short",
+            [(level(t.LIVE_CONFIG_REFUSED, ("replica",)), "{{replica}}")],
+            width=6,
             decimals=0,
         ),
         Graph(
@@ -25,7 +34,7 @@ LIVE_CONFIGURATION = PanelRow(
             "tenants before stay in force, and GET /v1/warmkv/tenants says why.",
             "cpm",
             [(f"{rate(t.TENANTS_READ, ('result',))} * 60", "{{result}}")],
-            width=8,
+            width=6,
             none="gateway.tenants_file has not changed",
         ),
         Graph(
@@ -33,7 +42,7 @@ LIVE_CONFIGURATION = PanelRow(
             "1 while a gateway refuses gateway.tenants_file as it is now, 0 while it has the file in force.",
             "short",
             [(level(t.TENANTS_REFUSED, ("replica",)), "{{replica}}")],
-            width=8,
+            width=6,
             decimals=0,
             none="There is no gateway.tenants_file",
         ),

@@ -106,7 +106,9 @@ def create_app(
         service.recorder.set(telemetry.TENANTS_REFUSED, outcome == "refused")
 
     tenants = Tenants(config.gateway, secret, tenants_read)
-    follower = LiveConfigFollower(control, name, service.take)
+    follower = LiveConfigFollower(
+        control, name, service.take, partial(service.recorder.set, telemetry.LIVE_CONFIG_REFUSED)
+    )
 
     @asynccontextmanager
     async def following(_: FastAPI) -> AsyncIterator[None]:
