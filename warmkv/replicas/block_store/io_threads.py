@@ -8,6 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal, Protocol
 
+import torch
+
+from warmkv.replicas.current_device import make_current
+
 Lane = Literal["write", "read"]
 """Reads do not queue behind writes. Within a lane jobs run one after the other, in the order they came."""
 Job = Callable[[], None]
@@ -24,9 +28,10 @@ class IOThreads(Protocol):
 
 
 class Threads:
-    """A thread for each lane, started with its first job."""
+    """A thread for each lane, started with its first job, whose current device is the replica's."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._lanes: dict[Lane, ThreadPoolExecutor] = {}
         self._closed = False
 
@@ -34,7 +39,7 @@ class Threads:
         if self._closed:
             return
         if lane not in self._lanes:
-            self._lanes[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"blocks-{lane}")
+            self._lanes[lane] = ThreadPoolExecutor(1, f"blocks-{lane}", make_current, (self._device,))
         self._lanes[lane].submit(job)
 
     def close(self) -> None:

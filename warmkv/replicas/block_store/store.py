@@ -61,7 +61,7 @@ class BlockStore:
         self.identity, self._dtype, self._device = identity, identity.torch_dtype, device
         self.clock, self._wait_seconds = clock, wait_seconds
         self._wall_clock = wall_clock
-        self._jobs = Jobs(io_threads or Threads(), wake)
+        self._jobs = Jobs(io_threads or Threads(device), wake)
         self._reads = FileReads(self._jobs, self._damaged)
         self._packed_keys: set[bytes] = set()  # of packs: never dropped
         tiers = tiers_of(config, identity.shape) if config.enabled else []

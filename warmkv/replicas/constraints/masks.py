@@ -12,13 +12,15 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from torch import Tensor
 
+from warmkv.replicas.current_device import make_current
+
 
 class Masks:
     """Computes masks in a thread of its own, which begins with the first constraint."""
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         self._vocabulary, self._device = vocabulary, device
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._pool = ThreadPoolExecutor(1, "masks", make_current, (device,))
         self._executor: LLExecutor | None = None
         self._stream: Any = None  # of CUDA
 

@@ -29,6 +29,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.block_store import BlockStore, Identity
 from warmkv.replicas.block_store.presence import Publish
 from warmkv.replicas.block_store.spill import spill
+from warmkv.replicas.current_device import make_current
 from warmkv.replicas.device_memory import plan_replica
 from warmkv.replicas.engine.batch_invariant import QUERIES
 from warmkv.replicas.engine.endings import Endings
@@ -77,6 +78,7 @@ class Engine:
         memory: MemoryPlan | None = None,
         publish: Publish = lambda stored, evicted, tier: None,
     ) -> None:
+        make_current(model.device)  # of the thread that warms it up
         if engine.batch_invariant:
             model = replace(model, query_tile=QUERIES)
         self.model, self.config, self.name, self._clock = model, engine, name, clock
@@ -243,6 +245,7 @@ class Engine:
         thread ends, so that the replica's health check has it replaced.
         """
         try:
+            make_current(self.model.device)
             while not self._stopped.is_set() and not self.faults.lost:
                 self._turn()
                 try:

@@ -18,6 +18,7 @@ from warmkv.policies.compression.observe import kv_shape, rotation
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.current_device import make_current
 from warmkv.replicas.loading import quantized, supported
 from warmkv.replicas.loading.adapters import check_adapter
 from warmkv.replicas.loading.last_layer import leave_at_drawn
@@ -126,9 +127,10 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
-    """Load a model for inference on its device. Raises OSError if there is none, ValueError if it cannot be served.
+    """Load a model for inference on its device, which becomes the thread's current one.
 
     Weights are packed where that helps, unless `packed` is False. On a CPU this process keeps freed memory from now on.
+    Raises OSError if there is no model, ValueError if it cannot be served.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.peft_utils import find_adapter_config_file
@@ -141,6 +143,7 @@ def load_model(config: ModelConfig, *, packed: bool = True) -> LoadedModel:
         keep_freed_memory()
     elif device.type == "cuda":
         grow_segments()
+        make_current(device)
     configured = AutoConfig.from_pretrained(model_path(config), revision=config.revision)
     check_config(configured)  # before weights are read
     if quantized.settle(configured, device):

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from threading import Lock
 
@@ -21,6 +20,7 @@ from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.selection import Selection
 from warmkv.policies.compression.softmax import Softmax
 from warmkv.policy_spec import METHODS, PolicySpec
+from warmkv.replicas.current_device import make_current
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.decode_state import DecodeState
 from warmkv.replicas.slots.kernels import LaunchProgress
@@ -107,8 +107,8 @@ class KernelWarmUp:
             for number, variant in enumerate(found, start=1):
                 asked.append((variant, f"{batch.storage.name}, {number} of {len(found)}"))
         device = query.device
-        enter = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        with ThreadPoolExecutor((os.cpu_count() or 1) if enter else 1, "kernels", enter) as threads:
+        most = (os.cpu_count() or 1) if device.type == "cuda" else 1
+        with ThreadPoolExecutor(most, "kernels", make_current, (device,)) as threads:
             done = list(threads.map(launch, *zip(*asked, strict=True)))
         if not all(done):
             log.warning("the first requests compile the other kernels: engine.compile_seconds are over")

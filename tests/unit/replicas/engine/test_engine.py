@@ -16,6 +16,9 @@ from tests.unit.replicas.reference import Reference
 from warmkv.logs import RequestFields
 from warmkv.policies import budgets, slot_sizes
 from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.block_store.io_threads import Threads
+from warmkv.replicas.constraints.masks import Masks
+from warmkv.replicas.current_device import make_current
 from warmkv.replicas.protocol import Finished, QueueFullError, UnservableRequestError
 from warmkv.request_context import RequestContext
 
@@ -482,3 +485,22 @@ def test_a_step_that_never_ends_is_noticed_and_one_that_ends_is_forgiven(driver)
     engine.check_turning(100.0)
     engine.stop()
     thread.join()
+
+
+def test_threads_that_touch_the_device_make_it_their_current_one(driver, monkeypatch):
+    """Triton, events and graphs go by a thread's device: each begins with the first GPU."""
+    engine, second, made = driver().engine, torch.device("cuda:1"), dict[str, torch.device]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.update({threading.current_thread().name: device}))
+    engine.model = dataclasses.replace(engine.model, device=second)
+    engine.stop()
+    engine.start()
+    engine.stop()
+    masks, lanes = Masks(VOCABULARY, second), Threads(second)
+    masks._pool.submit(int)
+    masks._pool.shutdown()
+    lanes.submit("read", lambda: None)
+    lanes.close()
+    assert made == {"engine": second, "masks_0": second, "blocks-read_0": second}
+    make_current(torch.device("cpu"))
+    make_current(torch.device("cuda"))
+    assert len(made) == 3
