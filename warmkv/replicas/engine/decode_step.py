@@ -66,6 +66,7 @@ class DecodeSteps:
 
         state.begin()
         logits, tokens = graphs.compute((key, branches), compute, state.restart)
+        state.complete()
         return logits, None if processed else tokens
 
     def _copied(self, logits: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ class DecodeState:
         self._tokens = {slot: slot.tokens for slot in slots}
         self._packed: dict[tuple[int, int], set[int]] = {}  # layers in which groups have left their tails
         self._launched: dict[tuple[int, str, int], LaunchProgress] = {}  # by layer, storage, and slot if it has its own
+        self._complete = False  # whether all launches were made
         state = pool.rows
         before = state.advanced()
         try:
@@ -79,6 +80,7 @@ class DecodeState:
         rest._tokens, rest._dues, rest._done = self._tokens, self._dues, self._done
         rest._packed = {group: set(layers) for group, layers in self._packed.items()}
         rest._launched = {launch: replace(progress) for launch, progress in self._launched.items()}
+        rest._complete = self._complete
         rest._plan(slots, {each.slab: each.step for layer in self._slab_steps.values() for each in layer})
         return rest
 
@@ -201,9 +203,13 @@ class DecodeState:
 
         It may if it has not begun and kernels attend all of its rows.
         """
-        if self._launched or any(self._slab_steps.values()):
+        if self._launched or self._complete or any(self._slab_steps.values()):
             return None
         return self.padded, self._tables.key, self._tables.places
+
+    def complete(self) -> None:
+        """Note that all launches of the step were made, maybe by a replay, so that a retry skips them."""
+        self._complete = True
 
     def restart(self) -> None:
         """Reset the step: its launches were only recorded."""
@@ -221,7 +227,8 @@ class DecodeState:
         out = query.new_empty(self.padded * heads + 1, query.shape[1] // heads, query.shape[-1])
         for batch in batches:
             own = -1 if batch.sequence is None else self.slots[batch.sequence].id
-            progress = self._launched.setdefault((layer, batch.storage.name, own), LaunchProgress())
+            done = LaunchProgress(put=self._complete, counted=self._complete)
+            progress = self._launched.setdefault((layer, batch.storage.name, own), done)
             given = query[:, :, 0], key[:, :, 0], value[:, :, 0]
             kernels.attend(batch, self._tables, layer, *given, softmax, out, progress)
         if self._slab_steps[layer]:

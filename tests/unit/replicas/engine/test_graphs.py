@@ -14,6 +14,7 @@ from tests.unit.replicas import paging
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.engine.test_engine import prompt
 from tests.unit.replicas.recording import CpuRecorder
+from warmkv.replicas.engine import overlap
 from warmkv.replicas.engine.graphs import MOST_RECORDED, Graphs
 from warmkv.replicas.protocol import GenerateRequest
 from warmkv.replicas.slots import kernels, row_tables
@@ -189,6 +190,38 @@ def test_recordings_leave_their_logits_in_one_buffer_and_what_they_take_is_count
     quick.taken = 1 << 20
     driver.engine.step()
     assert driver.engine.stats().step_bytes == counted + (1 << 20)
+
+
+@pytest.mark.parametrize(("place", "error"), [("draw", ValueError), ("read", torch.OutOfMemoryError)])
+def test_a_fault_behind_a_replay_repeats_nothing_that_was_replayed(
+    models: Any, recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch, place: str, error: type[Exception]
+) -> None:
+    """Let a policy evict an entry for every token; the step goes on in halves, or whole."""
+    requests = [
+        make_request(prompt(18 + 9 * at, seed=at), new=7, policy="h2o@12", name=str(at), block=SIZE) for at in range(2)
+    ]
+    driver = recorded(models["llama"], recorder)
+    graphs, failed = driver.engine.executor.steps.graphs, list[int]()
+    assert graphs is not None
+
+    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            result = original(*given)
+            if graphs.replays and not failed:
+                failed.append(graphs.replays)
+                raise error("it fails behind a replay")
+            return result
+
+        return call
+
+    if place == "read":
+        driver.engine.overlap()
+        monkeypatch.setattr(overlap, "begin_read", failing(overlap.begin_read))
+    else:
+        monkeypatch.setattr(driver.engine.executor, "_draw", failing(driver.engine.executor._draw))
+    assert driver.run(*requests) == plain(models["llama"], *requests)
+    assert failed
+    assert driver.engine.stats().failures == {"request": 0, "memory": 0, "device": 0}
 
 
 def test_where_nothing_can_be_recorded_steps_go_on_call_by_call(models: Any, recorder: CpuRecorder) -> None:
