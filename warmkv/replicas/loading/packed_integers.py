@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 """Places within 32 bits of the columns that follow each other, by the bits of one (AutoAWQ's `gemm` layout)."""
 
 BITS = (2, 4, 8)
+PARTS = {"gptq": ("qweight", "qzeros", "scales", "g_idx"), "awq": ("qweight", "qzeros", "scales")}
+"""Tensors that a weight is stored as."""
 FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 """Layouts of each method that are read here, as a checkpoint's configuration names them."""
 
@@ -51,37 +54,38 @@ def awq_weight(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
 def dense_weights(folder: Path, method: str, layout: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Read a folder's *.safetensors and dequantise what is quantised by GPTQ or AWQ to a dtype, one weight at a time.
 
-    `layout` is one of `FORMATS`. Raises ValueError, with the weight's name, for integers of other sizes.
+    `layout` is one of `FORMATS`. The parts of a weight may be in several files. Raises ValueError, with the weight's
+    name, for integers of other sizes and for parts that are missing.
     """
     dense: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:
-            names = set(stored.keys())
-            for name in sorted(names):
-                stem, _, part = name.rpartition(".")
-                if f"{stem}.qweight" not in names:
-                    dense[name] = stored.get_tensor(name)
-                elif part == "qweight":
-                    try:
-                        weight = _weight(dict(_parts(stored, stem, names)), method, layout)
-                    except ValueError as error:
-                        raise ValueError(f"{stem} in {file}: {error}") from error
-                    dense[f"{stem}.weight"] = weight.to(dtype)
-                elif part == "bias":
-                    dense[name] = stored.get_tensor(name)
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in sorted(folder.glob("*.safetensors"))]
+        stored = {name: file for file in files for name in sorted(file.keys())}
+        quantised = {name.rpartition(".")[0] for name in stored if name.endswith((".qweight", ".qzeros"))}
+        for name, file in stored.items():
+            stem, _, part = name.rpartition(".")
+            if stem not in quantised or part == "bias":
+                dense[name] = file.get_tensor(name)
+        for stem in sorted(quantised):
+            try:
+                weight = _weight(_parts(stored, stem, PARTS[method]), method, layout)
+            except ValueError as error:
+                raise ValueError(f"{stem} in {folder}: {error}") from error
+            dense[f"{stem}.weight"] = weight.to(dtype)
     return dense
 
 
 def _weight(parts: dict[str, Tensor], method: str, layout: str) -> Tensor:
     if method == "awq":
-        return awq_weight(parts["qweight"], parts["qzeros"], parts["scales"])
+        return awq_weight(**parts)
     return gptq_weight(**parts, zero_offset=1 if layout == "gptq" else 0)
 
 
-def _parts(stored: Any, stem: str, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    for part in ("qweight", "qzeros", "scales", "g_idx"):
-        if f"{stem}.{part}" in names:
-            yield part, stored.get_tensor(f"{stem}.{part}")
+def _parts(stored: Mapping[str, Any], stem: str, parts: Sequence[str]) -> dict[str, Tensor]:
+    """Read the parts of a weight, each from its file. Raises ValueError where one is missing."""
+    if missing := [part for part in parts if f"{stem}.{part}" not in stored]:
+        raise ValueError(f"no {', '.join(missing)}")
+    return {part: stored[f"{stem}.{part}"].get_tensor(f"{stem}.{part}") for part in parts}
 
 
 def _bits(packed: int, numbers: int) -> int:

@@ -201,6 +201,24 @@ def test_integers_of_other_sizes_are_refused_by_the_name_of_the_weight(tmp_path:
         load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_parts_of_a_weight_are_read_from_several_files_and_missing_ones_are_named(tmp_path: Path, method: str) -> None:
+    """Split the files as a saver of large models does, wherever one is full."""
+    plain = save_quantised(tmp_path, *METHODS[method])
+    stored = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    split = {part: {n: t for n, t in stored.items() if n.endswith("scales") == part} for part in (False, True)}
+    for part, tensors in split.items():
+        save_file(tensors, tmp_path / f"model-{part}.safetensors", metadata={"format": "pt"})
+    model = load_model(ModelConfig(path=str(tmp_path), device="cpu", dtype="float32"), packed=False)
+    served = dict(model.module.named_parameters())
+    for name, meant in plain.named_parameters():
+        torch.testing.assert_close(served[name].detach(), meant.detach(), rtol=0, atol=1e-6)
+    (tmp_path / "model-True.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.down_proj in .*: no scales"):
+        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
