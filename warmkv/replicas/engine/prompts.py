@@ -8,13 +8,20 @@ from __future__ import annotations
 import logging
 import math
 import operator
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import astuple, dataclass, field
+
+from torch import Tensor
 
 from warmkv.policies import budgets, compression
 from warmkv.policies.compression.method import Method
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
 from warmkv.policies.prefix_cache import sum_positions
+from warmkv.prefixes.record import Mark
 from warmkv.replicas.block_store import BlockStore, WarmPrefix
+from warmkv.replicas.engine.faults import is_sticky, let_go
+from warmkv.replicas.engine.passes import empty_cache
 from warmkv.replicas.engine.scheduler import Sequence
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import GenerateRequest, Started, UnservableRequestError
@@ -147,16 +154,8 @@ class Prompts:
         """
         prompt, match, request = sequence.workspace, sequence.match, sequence.request
         assert match is not None
-        written = self.store.store(
-            request.hashes,
-            request.marks,
-            prompt.keys,
-            prompt.values,
-            column_sums=sequence.column_sums,
-            tenant=request.tenant,
-            warm=match,
-            begun=sequence.arrived,
-            lifetimes=request.lifetimes,
+        written = self._keep(
+            sequence, prompt, request.hashes, request.marks, column_sums=sequence.column_sums, warm=match
         )
         sequence.column_sums = {}
         self.release(sequence)
@@ -180,22 +179,43 @@ class Prompts:
 
     def keep_computed(self, sequence: Sequence) -> None:
         """Store the full blocks of an abandoned prompt, for requests that wait for the same prefix."""
-        prompt, request = sequence.prefill, sequence.request
-        if prompt is None:
-            return
-        hashes = request.hashes[: prompt.computed // self.store.block_size]
+        if (prompt := sequence.prefill) is not None:
+            self._keep(sequence, prompt, sequence.request.hashes[: prompt.computed // self.store.block_size])
+
+    def _keep(
+        self,
+        sequence: Sequence,
+        prompt: PrefillState,
+        hashes: Items[bytes],
+        marks: Items[Mark] = (),
+        *,
+        column_sums: Mapping[int, Tensor] | None = None,
+        warm: WarmPrefix | None = None,
+    ) -> int:
+        """Store a prompt as `BlockStore.store`; return 0 where that fails, from which no request may suffer.
+
+        Raises errors after which the device cannot be used any more.
+        """
+        request = sequence.request
         try:
-            self.store.store(
+            return self.store.store(
                 hashes,
-                (),
+                marks,
                 prompt.keys,
                 prompt.values,
+                column_sums,
                 tenant=request.tenant,
+                warm=warm,
                 begun=sequence.arrived,
                 lifetimes=request.lifetimes,
             )
-        except Exception:  # memory, say: the others must not suffer from it
+        except Exception as error:  # memory, say
+            if is_sticky(error):
+                raise
             log.exception("the blocks of %s could not be kept", request.id)
+            let_go(error)
+        empty_cache(self.model.device)
+        return 0
 
     def release(self, sequence: Sequence) -> None:
         """Unpin the warm prefix of a request."""

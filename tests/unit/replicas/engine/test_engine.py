@@ -253,8 +253,8 @@ def test_an_allocation_that_fails_ends_its_request_only(driver, monkeypatch, cap
     assert [record.getMessage() for record in caplog.records] == ["prefill failed request=req_lost"]
 
 
-def test_a_store_that_fails_half_way_promises_nothing_it_does_not_have(driver, monkeypatch):
-    shaky = driver()
+def test_a_store_that_fails_half_way_fails_no_request_and_promises_nothing_it_does_not_have(driver, monkeypatch):
+    shaky, expected = driver(), driver().run(make_request(prompt(40)))
     original, calls = torch.stack, []
 
     def stack(*args: Any, **options: Any) -> torch.Tensor:
@@ -264,12 +264,13 @@ def test_a_store_that_fails_half_way_promises_nothing_it_does_not_have(driver, m
         return original(*args, **options)
 
     monkeypatch.setattr("warmkv.replicas.block_store.store.torch.stack", stack)
-    shaky.run(make_request(prompt(40), name="lost"))
-    assert "RuntimeError" in shaky.told["lost"][-1].message
+    assert shaky.run(make_request(prompt(40), marks={40: "5m"}, name="first")) == expected
+    assert shaky.started("first").written == 0
+    assert not any(shaky.engine.stats().failures.values())
     store = shaky.engine.store
     assert {key for run in store.tree.recent(0) for key in run.keys} == set(store.places[0].blocks)
     assert len(store.places[0].blocks) == 2
-    assert shaky.run(make_request(prompt(40), name="after")) == driver().run(make_request(prompt(40)))
+    assert shaky.run(make_request(prompt(40), name="after")) == expected
     assert shaky.started("after").cached_tokens == 2 * BLOCK
 
 
