@@ -43,7 +43,11 @@ class CudaRecorder:
         self.taken = 0
 
     def __call__(self, compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        graph, (free, _) = torch.cuda.CUDAGraph(), torch.cuda.mem_get_info()
+        graph = torch.cuda.CUDAGraph()
+        # As `torch.cuda.graph` does first: what that frees would hide what the recording takes.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
         # Other threads copy blocks meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = compute()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.engine.test_engine import prompt
 from tests.unit.replicas.recording import CpuRecorder
 from warmkv.replicas.engine import overlap
-from warmkv.replicas.engine.graphs import MOST_RECORDED, Graphs
+from warmkv.replicas.engine.graphs import MOST_RECORDED, CudaRecorder, Graphs
 from warmkv.replicas.protocol import GenerateRequest
 from warmkv.replicas.slots import kernels, row_tables
 from warmkv.replicas.slots.row_tables import RowTables, padded_batch
@@ -190,6 +192,32 @@ def test_recordings_leave_their_logits_in_one_buffer_and_what_they_take_is_count
     quick.taken = 1 << 20
     driver.engine.step()
     assert driver.engine.stats().step_bytes == counted + (1 << 20)
+
+
+def test_what_the_allocator_held_in_reserve_does_not_hide_what_a_recording_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free, reserve = 100, 50
+
+    def empty_cache() -> None:
+        nonlocal free, reserve
+        free, reserve = free + reserve, 0
+
+    @contextmanager
+    def capture(*_: Any, **__: Any) -> Iterator[None]:
+        nonlocal free
+        empty_cache()
+        yield
+        free -= 30
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1, replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 200))
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    recorder = CudaRecorder()
+    assert recorder(lambda: "logits")[0] == "logits"
+    assert recorder.taken == 30
 
 
 @pytest.mark.parametrize(("place", "error"), [("draw", ValueError), ("read", torch.OutOfMemoryError)])
