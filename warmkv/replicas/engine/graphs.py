@@ -16,13 +16,15 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from warmkv.policies.memory_plan import MOST_RECORDED
-from warmkv.replicas.engine.faults import is_sticky
+from warmkv.replicas.engine.faults import is_out_of_memory, is_sticky, let_go
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SEEN_BEFORE = 16
 """Steps with a key that are computed before one is recorded, which takes as long as some of them."""
+TRIED_AGAIN = 1024
+"""Steps with a key that are computed before recording, for which memory lacked, is tried again: that takes as long."""
 
 
 class Recorder(Protocol):
@@ -85,8 +87,8 @@ class Graphs(Generic[T]):
     def compute(self, key: Hashable, compute: Callable[[], T], again: Callable[[], None]) -> T:
         """Compute a step, by a replay if its key is recorded; the next step with this key overwrites the results.
 
-        A step is recorded once its key was seen often enough. If recording fails, it is turned off, `again` resets the
-        step, and it is computed. Raises what computing raises.
+        A step is recorded once its key was seen often enough. If that fails, `again` resets the step, it is computed, and
+        recording is tried again later where memory lacked, else turned off. Raises what computing raises.
         """
         if (held := self._recorded.get(key)) is not None:
             self._recorded.move_to_end(key)
@@ -99,16 +101,22 @@ class Graphs(Generic[T]):
         if not self._works or seen <= self.seen_before:
             return compute()
         try:
-            self._recorded[key] = self.record(compute)
+            recorded = self._recorded[key] = self.record(compute)
         except Exception as error:
             if is_sticky(error):
                 raise
-            log.exception("steps cannot be recorded here: their calls are launched one by one")
-            self._works = False
-            again()
-            return compute()
-        _forget(self._recorded)
-        return self._recorded[key][0]
+            if is_out_of_memory(error):
+                log.warning("memory does not suffice to record a step: it is tried again after %d like it", TRIED_AGAIN)
+                self._seen[key] = -TRIED_AGAIN
+            else:
+                log.exception("steps cannot be recorded here: their calls are launched one by one")
+                self._works = False
+            let_go(error)
+        else:
+            _forget(self._recorded)
+            return recorded[0]
+        again()
+        return compute()
 
 
 def _forget(held: OrderedDict[Hashable, Any]) -> None:

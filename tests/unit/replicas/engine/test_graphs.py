@@ -17,7 +17,7 @@ from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.engine.test_engine import prompt
 from tests.unit.replicas.recording import CpuRecorder
 from warmkv.replicas.engine import overlap
-from warmkv.replicas.engine.graphs import MOST_RECORDED, CudaRecorder, Graphs
+from warmkv.replicas.engine.graphs import MOST_RECORDED, TRIED_AGAIN, CudaRecorder, Graphs
 from warmkv.replicas.protocol import GenerateRequest
 from warmkv.replicas.slots import kernels, row_tables
 from warmkv.replicas.slots.row_tables import RowTables, padded_batch
@@ -277,6 +277,22 @@ def test_where_nothing_can_be_recorded_steps_go_on_call_by_call(models: Any, rec
     assert driver.run(*requests) == plain(models["llama"], *requests)
     assert driver.engine.executor.steps.graphs.replays == 0
     assert driver.engine.stats().failures == {"request": 0, "memory": 0, "device": 0}
+
+
+def test_a_recording_for_which_memory_lacks_is_tried_again() -> None:
+    lacks, steps, restarted = [torch.OutOfMemoryError("CUDA out of memory")], itertools.count(), list[bool]()
+
+    def record(compute: Callable[[], int]) -> tuple[int, Callable[[], None]]:
+        if lacks:
+            raise lacks.pop()
+        return compute(), lambda: None
+
+    graphs: Graphs[int] = Graphs(record, seen_before=1)  # type: ignore[arg-type]
+    for _ in range(TRIED_AGAIN + 9):
+        graphs.compute("key", lambda: next(steps), lambda: restarted.append(True))
+    assert restarted == [True]
+    assert graphs.replays == 5
+    assert next(steps) == TRIED_AGAIN + 4
 
 
 def test_the_recordings_used_last_are_kept() -> None:
