@@ -50,8 +50,11 @@ class CudaRecorder:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        # Other threads copy blocks meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Other threads copy blocks meanwhile. A capture that cannot be ended would leave its stream to this thread.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             result = compute()
         self._pool = graph.pool()
         self.taken += max(0, free - torch.cuda.mem_get_info()[0])  # what other threads take meanwhile included
@@ -87,8 +90,8 @@ class Graphs(Generic[T]):
     def compute(self, key: Hashable, compute: Callable[[], T], again: Callable[[], None]) -> T:
         """Compute a step, by a replay if its key is recorded; the next step with this key overwrites the results.
 
-        A step is recorded once its key was seen often enough. If that fails, `again` resets the step, it is computed, and
-        recording is tried again later where memory lacked, else turned off. Raises what computing raises.
+        A step is recorded once its key was seen often enough. If recording fails, `again` resets the step, and it is
+        computed; recording is tried again later where memory lacked, else turned off. Raises what computing raises.
         """
         if (held := self._recorded.get(key)) is not None:
             self._recorded.move_to_end(key)

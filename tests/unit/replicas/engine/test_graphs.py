@@ -194,30 +194,48 @@ def test_recordings_leave_their_logits_in_one_buffer_and_what_they_take_is_count
     assert driver.engine.stats().step_bytes == counted + (1 << 20)
 
 
-def test_what_the_allocator_held_in_reserve_does_not_hide_what_a_recording_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    free, reserve = 100, 50
+def test_a_recording_counts_what_it_takes_and_leaves_the_thread_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it free what the allocator holds in reserve first, as torch does, and fail when it ends."""
+    free, reserve, current, fails = 100, 50, "own", False
 
     def empty_cache() -> None:
         nonlocal free, reserve
         free, reserve = free + reserve, 0
 
     @contextmanager
+    def stream(other: str) -> Iterator[None]:
+        nonlocal current
+        before, current = current, other
+        try:
+            yield
+        finally:
+            current = before
+
+    @contextmanager
     def capture(*_: Any, **__: Any) -> Iterator[None]:
-        nonlocal free
+        nonlocal free, current
         empty_cache()
+        before, current = current, "capture"
         yield
         free -= 30
+        if fails:
+            raise RuntimeError("the capture was invalidated")
+        current = before
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: 1, replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 200))
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     recorder = CudaRecorder()
-    assert recorder(lambda: "logits")[0] == "logits"
-    assert recorder.taken == 30
+    assert recorder(lambda: current)[0] == "capture"
+    assert (recorder.taken, current) == (30, "own")
+    fails = True
+    with pytest.raises(RuntimeError):
+        recorder(lambda: current)
+    assert current == "own"
 
 
 @pytest.mark.parametrize(("place", "error"), [("draw", ValueError), ("read", torch.OutOfMemoryError)])
