@@ -234,7 +234,10 @@ class Engine:
             raise RuntimeError(f"the replica cannot serve: its {request.id} request failed ({why}); the cause is above")
 
     def start(self) -> None:
-        """Begin to `run`, in a thread of its own."""
+        """Begin to `run`, in a thread of its own; prompts and failures of the warm-up are not counted from now on."""
+        self._prompts.compressed.clear()
+        self.faults.counts.update(dict.fromkeys(self.faults.counts, 0))
+        self._publish_stats()
         self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self._thread.start()
 

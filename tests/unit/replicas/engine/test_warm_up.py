@@ -14,6 +14,7 @@ import pytest
 from tests.unit.replicas.conftest import Driver
 from warmkv.policy_spec import STORAGES
 from warmkv.replicas.engine.warm_up import compile_kernels
+from warmkv.replicas.loading.self_check import check_engine
 from warmkv.replicas.slots import kernels
 from warmkv.replicas.slots.row_tables import RowBatch
 
@@ -156,3 +157,15 @@ def test_where_there_is_no_room_for_a_slot_a_start_goes_on(driver, launched, cap
 
 def test_nothing_is_compiled_where_no_kernel_attends(driver):
     assert warm(driver(), 60.0) == []
+
+
+def test_what_a_start_computes_is_not_counted(driver):
+    started = driver()
+    started.engine.warm_up()
+    check_engine(started.engine)
+    started.engine.faults.failed("memory", "beside a warm-up")
+    assert started.engine.stats().compressed
+    started.engine.start()
+    started.engine.stop()
+    stats = started.engine.stats()
+    assert (stats.compressed, stats.failures) == ({}, {"request": 0, "memory": 0, "device": 0})
