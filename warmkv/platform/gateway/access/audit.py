@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warmkv.logs import LineLimit
 from warmkv.platform.access_log import AccessLog
-from warmkv.platform.gateway.apis.errors import clipped
+from warmkv.platform.gateway.apis.errors import clipped, from_exception
 from warmkv.platform.gateway.paths import of_operators, path_of
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ FOLDER, FILE = "audit", "audit.jsonl"  # beside the access log; a folder, for th
 FILE_BYTES = 10 << 20  # at which it is rotated, as the access log is
 LINES_PER_MINUTE = 60  # about callers who may not; those left out are counted by `warmkv_errors`
 CHANGING = ("PUT", "POST", "DELETE", "PATCH")
+CUT_OFF = 499  # the status of what got no answer, as by nginx
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +69,30 @@ class Audit:
         if not audited:
             await self._app(scope, receive, send)
             return
-        request = Request(scope)
+        request, written = Request(scope), False
+
+        def write(status: int) -> None:
+            nonlocal written
+            if not written:
+                written = True
+                self._write(request, status)
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._write(request, message["status"])
+                write(message["status"])
             await send(message)
 
-        await self._app(scope, receive, send_noted)
+        try:
+            await self._app(scope, receive, send_noted)
+        except asyncio.CancelledError:
+            came_of(request, "cut off before its answer: the change may have been made")
+            write(CUT_OFF)
+            raise
+        except Exception as error:  # which is answered further out
+            told = from_exception(error)
+            came_of(request, told.message)
+            write(told.status)
+            raise
 
     def _write(self, request: Request, status: int) -> None:
         state = request.state

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.platform.asgi import Gateway, Reply
 from tests.unit.platform.gateway.access.test_access import OF_OPERATORS, OPERATORS, TENANTS
 from warmkv.config import ConfigError, load
+from warmkv.platform.control import Control
 from warmkv.platform.gateway.access import audit
 from warmkv.platform.gateway.paths import of_operators
 
@@ -140,6 +143,40 @@ def test_what_operators_do_is_written_down_and_what_is_refused(
     assert len(lines) == len(done)
     assert '"who": "ops"' in lines[0]
     assert json.loads(first.to_json())["request"].startswith("req_")
+
+
+def test_a_change_whose_client_leaves_is_written_down(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer waits until all gateways have heard of the version, which is in force by then."""
+    change, made = Control.change, asyncio.Event()
+
+    async def slow(self: Control, *args: Any) -> None:
+        await change(self, *args)
+        made.set()
+        await asyncio.Event().wait()
+
+    async def leave() -> None:
+        asked = asyncio.ensure_future(gateway.request("PUT", POLICY, "ops'", CHANGE))
+        await made.wait()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    monkeypatch.setattr(Control, "change", slow)
+    asyncio.run(leave())
+    (action,) = gateway.actions
+    assert (action.who, action.status, json.loads(action.what)) == ("ops", audit.CUT_OFF, CHANGE["changes"])
+    assert "the change may have been made" in action.outcome
+    assert gateway.call("GET", POLICY, "ops'").body["version"] == 1
+
+
+def test_a_change_that_fails_is_written_down(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(Control, "change", broken)
+    assert gateway.call("PUT", POLICY, "ops'", CHANGE).status == 500
+    (action,) = gateway.actions
+    assert (action.who, action.status, action.outcome) == ("ops", 500, "Internal error: RuntimeError")
 
 
 def test_the_audit_log_is_bounded(gateway: Gateway) -> None:
