@@ -306,6 +306,8 @@ class Service:
 
     def _ended(self, tenant: str, answer: Answer, status: Status) -> None:
         usage, started = answer.usage, answer.started
+        # An answer with a leader has no prompt in its usage: the leader counts it, and what was read of it.
+        cached, tiers = (started.cached_tokens, started.tiers) if usage.prompt else (0, {})
         add, observe = self._recorder.add, self._recorder.observe
         labels = self._labels(answer.request, tenant)
         add(telemetry.REQUESTS, 1, api=answer.api, status=status, **labels)
@@ -313,7 +315,7 @@ class Service:
             add(telemetry.TOKENS, tokens, kind=kind, **labels)
         for ttl, tokens in usage.written.items():
             add(telemetry.TOKENS, tokens, kind=f"write_{ttl}", **labels)
-        for tier, tokens in started.tiers.items():
+        for tier, tokens in tiers.items():
             add(telemetry.CACHED_TOKENS, tokens, tier=tier, ttl=self._ttl_name(started.ttl), **labels)
         price = answer.price(usage)
         parts = {"input": price.input, "read": price.read, "write": price.total_write, "output": price.output}
@@ -329,7 +331,7 @@ class Service:
                 per_token = (answer.last_token - answer.first_token) / (usage.output - 1)
                 observe(telemetry.TPOT, per_token, **labels)
         times = answer.first_token, answer.last_token
-        self.recent.ended(status, usage, started.cached_tokens, *times, lambda tokens: answer.price(tokens).total)
+        self.recent.ended(status, usage, cached, *times, lambda tokens: answer.price(tokens).total)
         self._write_log(self._answered(answer, status))
 
     def _answered(self, answer: Answer, status: Status) -> RequestRecord:

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import requests
 
+from tests import clocks
 from tests.polling import PATIENCE
 from tests.unit.platform.conftest import Counted
 from tests.unit.platform.exchanges import arrival
 from warmkv.config import load
 from warmkv.logs import LineLimit, RequestFields, about, forward
 from warmkv.platform.gateway import faults as faults_module
+from warmkv.platform.gateway.apis.answer import Answer
 from warmkv.platform.gateway.apis.errors import ApiError, overloaded
+from warmkv.platform.gateway.apis.openai.choices import Choices
 from warmkv.platform.gateway.apis.schema import ParsedRequest, WarmkvOptions
 from warmkv.platform.gateway.apis.tokens import Prompt
 from warmkv.platform.gateway.faults import ErrorLog
@@ -26,7 +29,16 @@ from warmkv.platform.gateway.paths import APIS
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.prefixes.record import RequestRecord
-from warmkv.replicas.protocol import Event, Failed, QueueFullError, SamplingParams
+from warmkv.replicas.protocol import (
+    Admitted,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    QueueFullError,
+    SamplingParams,
+    Started,
+)
 from warmkv.request_context import RequestContext, TraceContext, checked_client_id, parse_traceparent
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -237,6 +249,46 @@ def test_a_client_that_leaves_before_its_answer_begins_has_a_record():
     assert record.e2e > 0
     labels = {"api": "chat", "status": "cancelled", "policy": "full", "model": "tiny", "tenant": "a"}
     assert ("warmkv_requests", 1, labels) in seen.seen
+
+
+# --- several answers to one request
+
+
+def answered(prompts: list[Prompt], n: int = 1, cached: int = 0) -> tuple[Service, Counted, list[RequestRecord]]:
+    """Make n answers to each prompt, a second each, on a virtual clock; `cached` tokens of every prompt are read."""
+    seen, records = Counted(), list[RequestRecord]()
+
+    async def send(attempt: Attempt) -> AsyncGenerator[Event]:
+        yield Admitted()
+        await asyncio.sleep(1)
+        yield Started("only", 0, 0, cached, 4, 100, 0.0, 0.0, {"device": cached})
+        yield Delta("text", 1)
+        yield Finished("end", 1)
+
+    async def take(_: int, answer: Answer, __: ParsedRequest) -> None:
+        await answer.text()
+
+    async def run() -> Service:
+        clock = asyncio.get_running_loop().time
+        service = Service(load(), send, seen, write_log=records.append, clock=clock, wall_clock=clock)
+        asked = [ParsedRequest(prompt, SamplingParams(5), WarmkvOptions(), stream=False, n=n) for prompt in prompts]
+        choices = Choices(service, "completions", arrival(service), asked, str)
+        await choices.queued()
+        await choices.run(take)
+        return service
+
+    return clocks.run(run()), seen, records
+
+
+def test_what_is_read_of_a_prompt_is_counted_once_however_many_answers_it_has():
+    service, seen, records = answered([Prompt((1, 2, 3), (3,), (None,))], n=3, cached=2)
+    counts = [(name, value) for name, value, _ in seen.seen if name in ("warmkv_tokens", "warmkv_cached_tokens")]
+    assert sum(value for name, value in counts if name == "warmkv_cached_tokens") == 2
+    assert sum(value for name, value in counts if name == "warmkv_tokens") == 3 + len(records)
+    figures = service.recent.figures()
+    assert figures["tokens"] == {"prompt": 3, "cached": 2, "output": 3}
+    assert figures["hit_rate"] <= 1
+    assert [record.cached_tokens for record in records] == [2, 2, 2]  # the log says what each found
 
 
 # --- metrics, health
