@@ -52,13 +52,14 @@ class LiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Hold of a request that came in: its id, when by the service's clock and in Unix time, what was in force then,
-    whose limits it counts towards, and the session that its headers name.
+    """Hold of a request that came in: its id, when by the service's clock and in Unix time, when it times out by that
+    clock, what was in force then, whose limits it counts towards, and the session that its headers name.
     """
 
     context: RequestContext
     begun: float
     time: float
+    deadline: float
     policy: LiveConfig
     lease: Lease
     session: str = ""
@@ -131,7 +132,13 @@ class Service:
 
     def arrive(self, context: RequestContext, lease: Lease, session: str = "") -> Arrival:
         """Note when a request came in; what is in force then holds for it to its end."""
-        return Arrival(context, self._clock(), self._wall_clock(), self.policy, lease, session)
+        now = self._clock()
+        deadline = now + self.config.gateway.request_timeout_seconds
+        return Arrival(context, now, self._wall_clock(), deadline, self.policy, lease, session)
+
+    def later(self, arrival: Arrival) -> Arrival:
+        """Return the arrival of a further answer to a request, which is made only now; its deadline is the same."""
+        return replace(arrival, begun=self._clock(), time=self._wall_clock())
 
     async def start(
         self, api: str, arrival: Arrival, asked: ParsedRequest, choice: Choice | None = None
@@ -152,8 +159,7 @@ class Service:
         if leader is not None:
             request = replace(request, replica=request.replica or leader.started.replica)
         gateway = self.config.gateway
-        left = arrival.begun + gateway.request_timeout_seconds - self._clock()
-        deadline = asyncio.get_running_loop().time() + left
+        deadline = asyncio.get_running_loop().time() + arrival.deadline - self._clock()
         sink = Sink()
         events = resumed(request, self._send, gateway, self._retried, deadline, policy.config.routing, sink)
 

@@ -291,6 +291,15 @@ def test_what_is_read_of_a_prompt_is_counted_once_however_many_answers_it_has():
     assert [record.cached_tokens for record in records] == [2, 2, 2]  # the log says what each found
 
 
+def test_an_answer_that_waits_for_others_to_its_request_is_timed_from_when_it_is_sent():
+    prompts = [Prompt((number,), (1,), (None,)) for number in range(40)]
+    _, _, records = answered(prompts)
+    first = records[0].arrival
+    assert [record.arrival - first for record in records] == pytest.approx([0.0] * 16 + [1.0] * 16 + [2.0] * 8)
+    assert [record.ttft for record in records] == pytest.approx([1.0] * 40)
+    assert [record.e2e for record in records] == pytest.approx([1.0] * 40)
+
+
 # --- metrics, health
 
 

@@ -88,7 +88,8 @@ class Choices:
             submitted = self._first if index == 0 else None
             if submitted is None:
                 choice = Choice(index, leader=leader)
-                submitted = await self._service.start(self._api, self.arrival, asked, choice)
+                arrival = self._service.later(self.arrival)  # it may have waited for others: 16 are made at a time
+                submitted = await self._service.start(self._api, arrival, asked, choice)
             try:
                 answer = self.answers[index] = await submitted.begin()
                 begun(answer)
