@@ -36,6 +36,7 @@ from warmkv.request_context import session_of_body
 
 EDITED_CONTEXTS = 4  # a conversation may be as many contexts long before context_management clears some of it
 MOST_PROMPT_LOGPROBS = 1 << 18  # in an answer, of some 15 MB
+THINKING_SHARE = 0.75  # of the tokens that max_tokens is cut to, at most; the rest is for the answer
 
 
 class Parsing:
@@ -151,12 +152,12 @@ class Parsing:
         for name in named.keys() - taken:
             left_out.note(f"chat_template_kwargs.{name}")
         prompt = self.prompts.tokenized(arrival, tokenizer, openai.turns(body), field, taken)
-        asked = self._completion(arrival, body, prompt, left_out, field)
+        asked = self._completion(body, prompt, left_out)
         check_prompt_logprobs([asked])
         budget, place = body.thinking_token_budget, "thinking_token_budget"
         policy = _policy(arrival, body.warmkv)
         sampling = self._thinking_at_most(budget, place, asked.sampling, policy, prompt, left_out)
-        asked = replace(asked, sampling=sampling, headers={**asked.headers, **left_out.headers})
+        asked = self._within_limits(arrival, replace(asked, sampling=sampling, headers=left_out.headers), field)
         use = ToolUse(
             [tool.definition for tool in body.tools] if body.tool_choice != "none" else [],
             frozenset(tool.function.name for tool in body.tools if tool.function.strict),
@@ -179,7 +180,7 @@ class Parsing:
             tokens += len(prompt.tokens)
             if asked and tokens > self._limits.values:
                 raise too_many("prompt", tokens, "tokens of all prompts", self._limits.values)
-            one = self._completion(arrival, body, prompt, left_out, "prompt")
+            one = self._within_limits(arrival, self._completion(body, prompt, left_out), "prompt")
             asked.append(constrained(self._compiler, one, ToolUse(()), body.wanted))
             if body.echo:
                 asked[-1] = replace(asked[-1], echo=said if isinstance(said, str) else tokenizer.decode(said))
@@ -191,12 +192,10 @@ class Parsing:
         self.prompts.forget(root)
         self._service.history.forget(root)
 
-    def _completion(
-        self, arrival: Arrival, body: openai.CompletionBody, prompt: Prompt, left_out: FieldsLeftOut, field: str
-    ) -> ParsedRequest:
+    def _completion(self, body: openai.CompletionBody, prompt: Prompt, left_out: FieldsLeftOut) -> ParsedRequest:
         rest = self._gateway.default_output_tokens or max(1, self.prompts.max_context - len(prompt.tokens))
         sampling = body.sampling(_seed(body.warmkv.seed), min(rest, self._gateway.max_output_tokens))
-        asked = ParsedRequest(
+        return ParsedRequest(
             prompt,
             sampling,
             body.options,
@@ -207,7 +206,6 @@ class Parsing:
             prompt_logprobs=body.prompt_logprobs,
             headers=left_out.headers,
         )
-        return self._within_limits(arrival, asked, field)
 
     def _thinking_at_most(
         self,
@@ -233,7 +231,10 @@ class Parsing:
         return replace(sampling, thinking=ThinkingBudget(budget, *format_.thinking_ids, is_open))
 
     def _within_limits(self, arrival: Arrival, asked: ParsedRequest, field: str) -> ParsedRequest:
-        """Cut max_tokens to what this server gives. Raises ApiError (400) where it is strict, or nothing is left."""
+        """Cut max_tokens to what this server gives, and what of them may be thought.
+
+        Raises ApiError (400) where the server is strict, or nothing is left.
+        """
         tokens, prompt, limit = asked.sampling.max_tokens, len(asked.prompt.tokens), self._gateway.max_output_tokens
         if tokens > limit and self._gateway.strict:
             raise invalid(f"max_tokens: {tokens} > {limit}, this server's limit (gateway.max_output_tokens)")
@@ -247,8 +248,11 @@ class Parsing:
                 cut = rest
         if cut == tokens:
             return asked
-        headers = {**asked.headers, "x-warmkv-max-tokens": str(cut)}
-        return replace(asked, sampling=replace(asked.sampling, max_tokens=cut), headers=headers)
+        headers, thinking = {**asked.headers, "x-warmkv-max-tokens": str(cut)}, asked.sampling.thinking
+        if thinking is not None and thinking.tokens > (most := int(THINKING_SHARE * cut)):
+            thinking = replace(thinking, tokens=most)
+            headers["x-warmkv-thinking-budget"] = str(most)
+        return replace(asked, sampling=replace(asked.sampling, max_tokens=cut, thinking=thinking), headers=headers)
 
     def _message_turns(
         self,

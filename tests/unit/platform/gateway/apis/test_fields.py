@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.unit.platform import exchanges
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message
 from warmkv.config import ConfigError, load
+from warmkv.platform.gateway.apis.chat_parsing.format import ResponseFormat
 from warmkv.replicas.loading.tokenizer import load_tokenizer
 from warmkv.replicas.protocol import GenerateRequest
 
@@ -188,6 +190,37 @@ def test_max_tokens_is_cut_to_what_there_is(tmp_path):
     assert gateway.max_tokens == [3000, 3000, 4096 - prompts[2], 4096 - prompts[3], 3000]
     told = [exchange.headers.get("x-warmkv-max-tokens") for exchange in exchanges]
     assert told == ["3000", None, str(4096 - prompts[2]), None, None]
+
+
+def test_a_thinking_budget_is_cut_with_max_tokens(tmp_path, monkeypatch):
+    """Or all that is left would be thinking, and the answer have no text."""
+    made = ResponseFormat.of
+    monkeypatch.setattr(ResponseFormat, "of", lambda *args: replace(made(*args), thinking_ids=(5, 6)))
+    flags = ("model.response_template=hermes", "gateway.max_output_tokens=2000")
+
+    def thinking(tokens: int) -> dict[str, Any]:
+        return {"thinking": {"type": "enabled", "budget_tokens": tokens}}
+
+    gateway, answers = ask(
+        tmp_path,
+        flags,
+        (MESSAGES, {"max_tokens": 16_000, **thinking(10_000)}),
+        (CHAT, {"max_tokens": 16_000, "thinking_token_budget": 10_000}),
+        (MESSAGES, {"max_tokens": 16_000, **thinking(1024)}),
+        (CHAT, {"max_tokens": 1900, "thinking_token_budget": 1900}),
+    )
+    sampled = [request.sampling for request in gateway.asked]
+    assert [(one.max_tokens, one.thinking.tokens) for one in sampled] == [
+        (2000, 1500),
+        (2000, 1500),
+        (2000, 1024),
+        (1900, 1900),
+    ]
+    told = [answer.headers.get("x-warmkv-thinking-budget") for answer in answers]
+    assert told == ["1500", "1500", None, None]
+    gateway, _ = ask(tmp_path, flags[:1], (MESSAGES, {"max_tokens": 16_000, **thinking(10_000)}))
+    (sampling,) = (request.sampling for request in gateway.asked)
+    assert sampling.thinking.tokens < sampling.max_tokens < 4096  # what the prompt leaves of the context
 
 
 def test_an_endless_answer_may_exceed_the_context(tmp_path):
