@@ -142,7 +142,7 @@ ALERTS = (
         "WarmkvErrors",
         "critical",
         "5m",
-        _for_each_request(_rate(t.ERRORS, 5, '{status=~"500|504"}'), 5) + " > 0.02",
+        _for_each_request(_rate(t.ERRORS, 5, '{status=~"500|504",api!="warmkv"}'), 5) + " > 0.02",
         "Requests fail",
         "{{ $value | humanizePercentage }} of the requests of {{ $labels.application }} end with an error of ours.",
     ),

@@ -302,3 +302,14 @@ def merged(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"replicas": replicas, "routers": routers} | {
         key: sum(shard[key] for shard in shards) for key in ("blocks", "bytes", "left_out")
     }
+
+
+async def status_of(shards: Sequence[Any]) -> dict[str, Any]:
+    """Ask the actors of all shards for their status, and merge it. Raises ActorAwayError where one does not answer."""
+    from ray.exceptions import RayActorError
+
+    try:
+        return merged(await asyncio.gather(*(shard.status.remote() for shard in shards)))
+    except RayActorError as error:
+        why = "the prefix directory does not answer: it is being started anew, or is no more"
+        raise named_actors.ActorAwayError(why) from error

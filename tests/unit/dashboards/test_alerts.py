@@ -59,7 +59,10 @@ HEALTHY = {
     "staleness": observed(t.STALENESS, 0.1),
     "following": [series(t.FOLLOWING, "1x180", shard="0", replica="g1")],
     "left out": [series(t.DIRECTORY_LEFT_OUT, "7x180", shard="0")],
-    "errors": [series(t.ERRORS, "0+30x180", type="invalid_request_error", status="400", api="messages")],
+    "errors": [
+        series(t.ERRORS, "0+30x180", type="invalid_request_error", status="400", api="messages"),
+        series(t.ERRORS, "0+30x180", type="api_error", status="500", api="warmkv"),  # of operators
+    ],
     "rejected": [series(t.REJECTED, "0+60x180", reason="requests_per_minute")],
     "retried": [series(t.RETRIED, "0+1x180", when="waiting")],
     "failed": [series(t.FAILED, "0+1x180", fault="request"), series(t.FAILED, "4x180", fault="memory")],

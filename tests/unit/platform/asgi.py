@@ -13,7 +13,7 @@ from tests.unit.platform.conftest import Counted
 from warmkv.config import load
 from warmkv.platform.control import Control
 from warmkv.platform.gateway.access.audit import OperatorAction
-from warmkv.platform.gateway.endpoints import create_app
+from warmkv.platform.gateway.endpoints import ReplicaStatus, create_app
 from warmkv.platform.gateway.resume import Attempt
 from warmkv.platform.gateway.service import Service
 from warmkv.platform.gateway.whatif import WhatIfControl
@@ -39,7 +39,13 @@ class Reply:
 class Gateway:
     """An application whose clock is `now`; its replica draws `output_tokens`, after `gate` is open."""
 
-    def __init__(self, folder: Path, *flags: str, whatif: WhatIfControl | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        whatif: WhatIfControl | None = None,
+        status: ReplicaStatus | None = None,
+    ) -> None:
         config = load(flags=flags, environ={})
         self.now, self.output_tokens, self.cached_tokens = 0.0, 3, 0
         self.written = 0  # position up to which the replica says that it has written
@@ -61,7 +67,7 @@ class Gateway:
             yield Delta("text", self.output_tokens)
             yield Finished("end", self.output_tokens)
 
-        async def status() -> dict[str, Any]:
+        async def no_replicas() -> dict[str, Any]:
             return {"replicas": {}}
 
         async def drop(tenant: str, root: bytes) -> list[int]:
@@ -85,7 +91,7 @@ class Gateway:
             tokenizer,
             secret=SECRET,
             max_context=4096,
-            status=status,
+            status=status or no_replicas,
             drop=drop,
             started_at=DAY,
             control=control,

@@ -24,7 +24,7 @@ from warmkv.platform.gateway.members import Members
 from warmkv.platform.gateway.replies import Replies
 from warmkv.platform.gateway.sending import Sender
 from warmkv.platform.gateway.service import Service
-from warmkv.platform.prefix_directory import merged
+from warmkv.platform.prefix_directory import status_of
 from warmkv.platform.router import Router
 from warmkv.platform.whatif.actor import RemoteWhatIf
 from warmkv.platform.whatif.feed import Feed
@@ -126,7 +126,7 @@ class Gateway:
             self._tokenizer,
             secret=self._secret,
             max_context=self._max_context,
-            status=self._replicas,
+            status=partial(status_of, self._directory),
             drop=self._drop_prefixes,
             started_at=time.time(),
             control=self._control,
@@ -160,9 +160,6 @@ class Gateway:
         for taker in (self._log, self._feed):
             if taker is not None:
                 taker.write(record)
-
-    async def _replicas(self) -> dict[str, Any]:
-        return merged(await asyncio.gather(*(shard.status.remote() for shard in self._directory)))
 
     async def _drop_prefixes(self, tenant: str, root: bytes) -> list[int]:
         """Drop a tenant's prefixes, and in all gateways its prompts; return the bytes freed by each running replica.

@@ -20,7 +20,7 @@ from warmkv.platform.gateway.access.audit import Audit, OperatorAction, came_of
 from warmkv.platform.gateway.access.authentication import Authentication, operator_of, tenant_of
 from warmkv.platform.gateway.access.browsers import OperatorsCors
 from warmkv.platform.gateway.access.limits import EndLeases, TenantLimiter
-from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai_body
+from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai_body, refusals
 from warmkv.platform.gateway.apis.messages import answers as messages
 from warmkv.platform.gateway.apis.messages.requests import check_version
 from warmkv.platform.gateway.apis.openai import answers as openai
@@ -38,12 +38,12 @@ from warmkv.platform.gateway.live_config import add_policy_endpoints
 from warmkv.platform.gateway.memory import memory_of
 from warmkv.platform.gateway.methods import HeadAsGet, allowed_methods
 from warmkv.platform.gateway.model_names import check_model, model_names
-from warmkv.platform.gateway.paths import OF_TENANTS, api_of, path_of, speaks_openai
+from warmkv.platform.gateway.paths import OF_TENANTS, api_of, of_operators, path_of, speaks_openai
 from warmkv.platform.gateway.request_ids import RequestIds
 from warmkv.platform.gateway.service import Arrival, Service
 from warmkv.platform.gateway.streams import MESSAGES_PING, OPENAI_PING, PING_SECONDS, EventStream
 from warmkv.platform.gateway.whatif import WhatIfControl, add_whatif_endpoints
-from warmkv.platform.named_actors import replicas_name
+from warmkv.platform.named_actors import ActorAwayError, replicas_name
 from warmkv.platform.tenants import chain_root
 from warmkv.platform.tenants_file import Outcome, Tenants
 from warmkv.request_context import session_of_headers
@@ -135,7 +135,8 @@ def create_app(
 
     def refused(request: Request, error: Exception) -> Response:
         """Report an error and answer with it."""
-        told = service.faults.report(error, api_of(path_of(request.scope)))
+        path = path_of(request.scope)
+        told = service.faults.report(error, api_of(path), of_operators=of_operators(path))
         came_of(request, told.message)
         return error_response(request, told, service.backlog.retry_after())
 
@@ -315,15 +316,19 @@ def add_status(app: FastAPI, service: Service, tenants: Tenants, status: Replica
     """Add what operators see of replicas, their memory, this gateway and its tenants."""
     config = service.config
 
+    async def reported() -> dict[str, Any]:
+        with refusals({ActorAwayError: "overloaded_error"}):
+            return await status()
+
     @app.get("/v1/warmkv/replicas")
     async def replicas(request: Request) -> Response:
         operator_of(request)
-        return JSONResponse(await status())
+        return JSONResponse(await reported())
 
     @app.get("/v1/warmkv/memory")
     async def memory(request: Request) -> Response:
         operator_of(request)
-        found = (await status())["replicas"]
+        found = (await reported())["replicas"]
         return JSONResponse({"replicas": {name: memory_of(known) for name, known in found.items()}})
 
     @app.get("/v1/warmkv/live")
@@ -332,7 +337,7 @@ def add_status(app: FastAPI, service: Service, tenants: Tenants, status: Replica
         own = {"gateway": name, "gateways": config.cluster.gateways, "model": config.model.name}
         now = {"version": service.policy.terms.version, "waiting": service.backlog.waiting}
         return JSONResponse(
-            {**own, **now, **service.recent.figures(), "replicas": summed((await status())["replicas"])}
+            {**own, **now, **service.recent.figures(), "replicas": summed((await reported())["replicas"])}
         )
 
     @app.get("/v1/warmkv/tenants")

@@ -26,11 +26,14 @@ class ErrorLog:
         self._recorder = recorder
         self._limits = {kind: LineLimit(LINES_PER_MINUTE, clock) for kind in STATUS}
 
-    def report(self, error: BaseException, api: str) -> ApiError:
-        """Count and log what was raised while a request to `api` was answered; returns what its client is told."""
+    def report(self, error: BaseException, api: str, *, of_operators: bool = False) -> ApiError:
+        """Count and log what was raised while a request to `api` was answered; returns what its client is told.
+
+        What operators are refused is no refusal of an answer.
+        """
         told = from_exception(error)
         self._recorder.add(telemetry.ERRORS, 1, type=told.type, status=str(told.status), api=api)
-        if told.status in (STATUS["rate_limit_error"], STATUS["overloaded_error"]):
+        if told.status in (STATUS["rate_limit_error"], STATUS["overloaded_error"]) and not of_operators:
             self.rejected(told.reason or told.type)
         self._log(told, error, api)
         return told

@@ -16,7 +16,7 @@ from warmkv.config import Config, WhatIfConfig
 from warmkv.platform import named_actors
 from warmkv.platform.control import RemoteControl
 from warmkv.platform.live_config_store import store_of
-from warmkv.platform.prefix_directory import merged
+from warmkv.platform.prefix_directory import status_of
 from warmkv.platform.whatif.autopilot import Autopilot
 from warmkv.platform.whatif.kept import Memory
 from warmkv.platform.whatif.replays import Basis, Replayed, Round, replays
@@ -35,7 +35,7 @@ class WhatIfActor(WhatIf):
 
     def __init__(self, start: Config, settings: WhatIfConfig, directory: Sequence[Any]) -> None:
         async def held() -> Held:
-            return Held.of(merged(await asyncio.gather(*(shard.status.remote() for shard in directory))))
+            return Held.of(await status_of(directory))
 
         application = start.cluster.application
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import ray
 from tests.unit.platform.asgi import Gateway
 from tests.unit.platform.gateway.access.test_access import OPERATORS
 from warmkv.platform.control import Control, RemoteControl
+from warmkv.platform.prefix_directory import status_of
 from warmkv.platform.whatif.actor import RemoteWhatIf
 
 CHANGE = {"changes": {"routing.overload": 3}, "why": "test"}
@@ -32,7 +34,8 @@ def nobody(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("found", [lambda *_, **__: Dead(), nobody])
 def test_an_actor_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
-    gateway = Gateway(tmp_path, OPERATORS, "control.whatif={}", whatif=RemoteWhatIf("warmkv", "only"))
+    away: Any = {"whatif": RemoteWhatIf("warmkv", "only"), "status": partial(status_of, [Dead()])}
+    gateway = Gateway(tmp_path, OPERATORS, "control.whatif={}", **away)
     for method in ("status", "history", "change", "roll_back"):
         monkeypatch.setattr(Control, method, getattr(RemoteControl("warmkv"), method))
     monkeypatch.setattr(ray, "get_actor", found)
@@ -44,8 +47,14 @@ def test_an_actor_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pyte
         ("GET", "whatif", None),
         ("POST", "whatif", {"changes": CHANGE["changes"]}),
         ("DELETE", "whatif/1", None),
+        ("GET", "replicas", None),
+        ("GET", "memory", None),
+        ("GET", "live", None),
     ):
         answer = gateway.call(method, f"/v1/warmkv/{path}", "ops'", body)
         message = answer.body["error"]["message"]
         assert (answer.status, "does not answer: it is being started anew" in message) == (529, True), (path, answer)
         assert ("the change may have been made" in message) == (path.startswith("policy") and method != "GET")
+    counted = {name for name, *_ in gateway.metrics.seen}
+    assert "warmkv_errors" in counted
+    assert "warmkv_rejected" not in counted  # which an alert divides by the requests for answers
