@@ -108,7 +108,8 @@ class Gateway:
         return [gateway.app.state.responses.chain(tenant, name) for gateway in self.others]
 
     async def delete_response(self, tenant: bytes, name: str) -> bool:
-        return sum(gateway.app.state.responses.delete(tenant, name) for gateway in self.others) > 0
+        others = (gateway for gateway in self.others if gateway is not self)
+        return sum(gateway.app.state.responses.delete(tenant, name) for gateway in others) > 0
 
     async def _nothing(self, *_: Any) -> Any:
         return {"replicas": {}}

@@ -41,10 +41,10 @@ NEWS_SECONDS = 1.0  # between two times that other gateways are told of prompts
 
 
 class GatewayHandle:
-    """Asks all gateways for responses, by the handle of their deployment (`OtherGateways`)."""
+    """Asks all gateways for responses, by the handle of their deployment (`OtherGateways`); `name` is who asks."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    def __init__(self, handle: Any, name: str) -> None:
+        self._handle, self._name = handle, name
 
     async def responses(self, tenant: bytes, name: str) -> Sequence[list[StoredResponse]]:
         """Return what every gateway has of a response and those before it."""
@@ -53,8 +53,8 @@ class GatewayHandle:
         return found
 
     async def delete_response(self, tenant: bytes, name: str) -> bool:
-        """Have all gateways forget a response. Return False where none had it."""
-        call = self._handle.broadcast("delete_response", tenant, name)
+        """Have the other gateways forget a response. Return False where none had it."""
+        call = self._handle.broadcast("delete_response", tenant, name, self._name)
         return any(await call.results_async(timeout_s=RESPONSE_SECONDS))
 
 
@@ -121,6 +121,7 @@ class Gateway:
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application, which listens at an address of its own from its start to its end."""
+        others = GatewayHandle(self._gateways, self._name) if self._service.config.cluster.gateways > 1 else None
         app = create_app(
             self._service,
             self._tokenizer,
@@ -134,7 +135,7 @@ class Gateway:
             taking=self._sender.taking,
             whatif=self._whatif,
             keep_action=self._audit.write if self._audit else None,
-            others=GatewayHandle(self._gateways) if self._service.config.cluster.gateways > 1 else None,
+            others=others,
         )
         self._app = app
         inner = app.router.lifespan_context
@@ -197,9 +198,9 @@ class Gateway:
         """Return what is here of a response and those that it goes on from."""
         return self._app.state.responses.chain(tenant, name) if self._app is not None else []
 
-    async def delete_response(self, tenant: bytes, name: str) -> bool:
-        """Forget a response. Return False if it is not here."""
-        return self._app is not None and self._app.state.responses.delete(tenant, name)
+    async def delete_response(self, tenant: bytes, name: str, asking: str) -> bool:
+        """Forget a response for the gateway `asking`, which forgets its own last. Return False if there is none."""
+        return asking != self._name and self._app is not None and self._app.state.responses.delete(tenant, name)
 
     def __del__(self) -> None:
         self._background.cancel()

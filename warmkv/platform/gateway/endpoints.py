@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -236,13 +236,19 @@ def add_completions(app: FastAPI, apis: ApiContext) -> None:
 def add_responses(app: FastAPI, apis: ApiContext, stored: ResponseStore, others: OtherGateways | None) -> None:
     """Add OpenAI's Responses API. What is not `stored` here the `others` may have."""
 
-    async def fetch_response(tenant: bytes, name: str) -> None:
-        """Keep a response, and those that it goes on from, as another gateway has them. Raises ApiError."""
+    @contextmanager
+    def all_told(name: str) -> Iterator[None]:
+        """Raise ApiError where one of the gateways that are asked within does not answer."""
         try:
-            found = await others.responses(tenant, name) if others is not None else ()
-        except Exception as error:  # one has not answered
+            yield
+        except Exception as error:
             why = f"Not all gateways told whether they have the response {name}. Try again in a moment."
             raise ApiError("overloaded_error", why, reason="gateways") from error
+
+    async def fetch_response(tenant: bytes, name: str) -> None:
+        """Keep a response, and those that it goes on from, as another gateway has them. Raises ApiError."""
+        with all_told(name):
+            found = await others.responses(tenant, name) if others is not None else ()
         for chain in found:
             for one in chain:
                 stored.keep(tenant, one)
@@ -279,10 +285,11 @@ def add_responses(app: FastAPI, apis: ApiContext, stored: ResponseStore, others:
     @app.delete("/v1/responses/{name}")
     async def delete_response(request: Request, name: str) -> Response:
         tenant = tenant_of(request).salt
-        deleted = stored.delete(tenant, name)
-        if others is not None:
-            deleted |= await others.delete_response(tenant, name)
-        if not deleted:
+        if stored.get(tenant, name) is None:
+            await fetch_response(tenant, name)
+        with all_told(name):
+            deleted = others is not None and await others.delete_response(tenant, name)
+        if not (stored.delete(tenant, name) or deleted):  # here last: whoever must try again finds it
             raise ApiError("not_found_error", f"there is no response {name} (any more)")
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 

@@ -437,3 +437,33 @@ def test_a_conversation_goes_on_in_any_gateway(tmp_path):
     places = [text.index(said, 0) for said in expected[:4]]
     assert places == sorted(places)
     assert all(said in text for said in [*expected, "Question 4?"])
+
+
+def test_a_deletion_that_a_gateway_does_not_answer_can_be_tried_again(tmp_path, monkeypatch):
+    """The response, another gateway's, is forgotten there, but stays where its client was told to try again."""
+    gateways: list[Any] = []
+    gateways += [Scripted(tmp_path, "An answer.", others=gateways) for _ in range(2)]
+    forget = Scripted.delete_response
+
+    async def silent(self: Any, tenant: bytes, name: str) -> bool:
+        await forget(self, tenant, name)
+        raise TimeoutError
+
+    async def run() -> None:
+        asked, other = (
+            openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=one.http, max_retries=0)
+            for one in gateways
+        )
+        name = (await other.responses.create(model="tiny", input="x")).id
+        with monkeypatch.context() as patch:
+            patch.setattr(Scripted, "delete_response", silent)
+            with pytest.raises(openai.APIStatusError, match="Not all gateways told") as refused:
+                await asked.responses.delete(name)
+        assert refused.value.status_code == 529
+        assert (await asked.responses.retrieve(name)).id == name
+        await asked.responses.delete(name)
+        for client in (asked, other):
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(name)
+
+    asyncio.run(run())

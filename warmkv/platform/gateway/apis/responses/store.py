@@ -35,7 +35,7 @@ class OtherGateways(Protocol):
         ...
 
     async def delete_response(self, tenant: bytes, name: str) -> bool:
-        """Have all gateways forget a response. Return False where none had it."""
+        """Have the other gateways forget a response. Return False where none had it."""
         ...
 
 
