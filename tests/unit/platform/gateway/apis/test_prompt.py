@@ -616,3 +616,9 @@ def test_an_answer_that_was_cut_off_while_it_thought_may_come_back():
     question, answer = thoughts("so be it", sign("so be it", b"ours"))
     cut_off = answer.model_copy(update={"content": answer.content[:1]})
     assert [turn.thinking for turn in reading.turns([], None, [question, cut_off, question])] == ["", "so be it", ""]
+    empty = AssistantMessage(role="assistant", content="")
+    theirs = {"type": "thinking", "thinking": "so be it", "signature": "x"}  # as ours under another secret
+    for block in (theirs, {"type": "redacted_thinking", "data": "x"}):
+        cut_off = AssistantMessage.model_validate({"role": "assistant", "content": [block]})
+        expected = reading.turns([], None, [question, empty, question])
+        assert reading.turns([], None, [question, cut_off, question]) == expected

@@ -120,7 +120,7 @@ class MessageReading:
             elif isinstance(block, ThinkingBlock):
                 thinking = self.restore(block.thinking, block.signature)
                 thoughts += [] if thinking is None else [thinking.strip()]
-        if not blocks and thoughts:  # an answer that was cut off
+        if not blocks and message.content:  # it was cut off while it thought, here or in another service
             blocks.append(ContentBlock("", place=place))
         return Turn("assistant", _at_least_one(blocks, place), "\n".join(filter(None, thoughts)))
 
@@ -201,5 +201,5 @@ def _no_result(name: str, place: str) -> Exception:
 
 def _at_least_one(blocks: Sequence[ContentBlock], place: Place) -> tuple[ContentBlock, ...]:
     if not blocks:
-        raise invalid(f"{place_name(place)}.content: a message needs at least one content block, thinking aside")
+        raise invalid(f"{place_name(place)}.content: a message needs at least one content block")
     return tuple(blocks)
