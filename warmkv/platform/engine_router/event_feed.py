@@ -155,7 +155,7 @@ class EventFeed:
     def _take(self, events: Sequence[KVEvent]) -> None:
         """Follow the server's cache. Raises MissingEventsError."""
         for event in events:
-            if isinstance(event, BlocksStored) and event.kind in FULL_ATTENTION:
+            if isinstance(event, BlocksStored) and event.token_ids and event.kind in FULL_ATTENTION:
                 if event.lora is not None:
                     self.loras.add(event.lora)
                 if self._size % event.block_size:

@@ -28,7 +28,10 @@ VllmHash = bytes | int
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks came to a medium. `parent` is the block before them, None at the start of a prompt."""
+    """Consecutive blocks came to a medium. `parent` is the block before them, None at the start of a prompt.
+
+    Without tokens, as of what vLLM offloads, it names blocks that were told of before, and neither parent nor size.
+    """
 
     hashes: tuple[VllmHash, ...]
     parent: VllmHash | None
@@ -228,7 +231,7 @@ class VllmBlocks:
     def _follows(self, event: BlocksStored) -> bool:
         if event.kind not in FULL_ATTENTION:
             return False
-        if self._group is None:
+        if self._group is None and event.token_ids:
             self._group = event.group
         return event.group == self._group
 
@@ -242,7 +245,10 @@ class VllmBlocks:
         for at, name in enumerate(event.hashes):
             own = event.token_ids[at * size : (at + 1) * size]
             block = self._blocks.get(name)
-            if block is None or not block.root:
+            if not event.token_ids:
+                if block is None:
+                    continue  # it has left the other tiers already: nothing tells whose it is
+            elif block is None or not block.root:
                 plain = event.lora is None and (event.plain is None or at < event.plain)
                 behind = self._behind(parent, event.salt, own, name) if plain else _Block(b"", b"")
                 block = self._blocks[name] = behind

@@ -21,10 +21,11 @@ class Known:
     """Collect what was told of a server's cache."""
 
     def __init__(self):
-        self.keys, self.whole, self.changed = set(), False, asyncio.Event()
+        self.keys, self.tiers, self.whole, self.changed = set(), {}, False, asyncio.Event()
 
     def told(self, changes, whole):
         self.keys = (self.keys - set(changes.gone)) | set(changes.stored)
+        self.tiers |= changes.stored
         self.whole = whole
         self.changed.set()
 
@@ -108,6 +109,28 @@ def test_a_server_that_restarts_begins_with_nothing(replay):
                 await again.send(stored(Z))
                 await known.becomes(*((X, Z) if replay else (Z,)), whole=replay)
                 assert feed.figures["disconnects"] == 1
+
+    asyncio.run(scene())
+
+
+def test_blocks_that_are_offloaded_stay_known_when_they_leave_the_device():
+    def offloaded(tokens):
+        names = removed(tokens)["block_hashes"]
+        placeholder = {"parent_block_hash": None, "token_ids": [], "block_size": 0, "medium": "CPU", "group_idx": 0}
+        return {"type": "BlockStored", "block_hashes": names, **placeholder}
+
+    async def scene():
+        async with publishing(ports := []) as server, following(ports) as (known, feed):
+            await server.subscribed()
+            await server.send(stored(X), offloaded(X), offloaded(Y[:4]))  # one of Y that has left already
+            await known.becomes(X)
+            await server.send(removed(X), stored(Y))
+            await known.becomes(X, Y)
+            tiers = [known.tiers[key] for key in hashing.block_hashes(X, SIZE, root_of(None))]
+            assert tiers == ["device", "device", "host"]
+            await server.send(removed(X) | {"medium": "CPU"})
+            await known.becomes(X[:8], Y)
+            assert feed.figures == {"whole": True, "batches": 3, "lost": 0, "disconnects": 0}
 
     asyncio.run(scene())
 

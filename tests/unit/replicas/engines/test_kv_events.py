@@ -141,6 +141,20 @@ def test_a_block_whose_parent_is_unknown_tells_that_events_are_missing():
     assert len(blocks) == 0
 
 
+def test_an_event_without_tokens_adds_a_tier_to_blocks_that_are_known():
+    vllm, blocks, tokens = SlowVllm(2), VllmBlocks(2, lambda salt: ROOTS[0]), (1, 2, 3, 4)
+    event = vllm.store("", tokens, "GPU", 0)
+    assert event is not None
+    keys = hashing.block_hashes(tokens, 2, ROOTS[0])
+    offloaded = BlocksStored(event.hashes, None, (), 0, medium="CPU")
+    for group in (1, 0):  # of blocks that have left the device; neither is taken to be the group that is followed
+        assert not blocks.apply(replace(offloaded, group=group)).stored
+    assert list(blocks.apply(event).stored) == keys
+    assert not blocks.apply(offloaded).stored
+    assert dict(blocks.apply(BlocksRemoved(event.hashes, "GPU")).stored) == dict.fromkeys(keys, "host")
+    assert blocks.apply(BlocksRemoved(event.hashes, "CPU")).gone == keys
+
+
 def test_sliding_windows_are_left_out():
     vllm, blocks = SlowVllm(2), VllmBlocks(2)
     event = vllm.store(cache_salt(ROOTS[0]), (1, 2, 3, 4), "GPU", 0)
