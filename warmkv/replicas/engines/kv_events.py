@@ -251,6 +251,8 @@ class VllmBlocks:
             elif block is None or not block.root:
                 plain = event.lora is None and (event.plain is None or at < event.plain)
                 behind = self._behind(parent, event.salt, own, name) if plain else _Block(b"", b"")
+                if block is not None:
+                    behind.copies = block.copies
                 block = self._blocks[name] = behind
             block.copies[tier] = block.copies[tier] + 1 if tier == TIERS[0] else 1
             if block.key and block.key not in self._keys:

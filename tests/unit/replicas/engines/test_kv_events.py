@@ -229,6 +229,19 @@ def test_blocks_of_adapters_and_images_are_left_out_with_all_behind_them(extra: 
     assert list(blocks.apply(BlocksRemoved((*whole.hashes, *more.hashes), "GPU")).gone) == list(known)
 
 
+def test_copies_of_blocks_that_are_left_out_are_counted():
+    vllm, blocks, tokens = SlowVllm(2), VllmBlocks(2), (1, 2, 3, 4)
+    first, more = (vllm.store(cache_salt(ROOTS[0]), tokens[: 2 * end], "GPU", end - 1) for end in (1, 2))
+    assert first is not None
+    assert more is not None
+    gone = BlocksRemoved(first.hashes, "GPU")
+    for event in (*2 * [replace(first, lora="a")], gone, replace(more, lora="a")):
+        assert not blocks.apply(event).stored
+    for event in (BlocksRemoved(more.hashes, "GPU"), gone):
+        blocks.apply(event)
+    assert not blocks._blocks
+
+
 def test_extra_keys_tell_salt_adapter_and_images():
     stored = {
         "type": "BlockStored",
