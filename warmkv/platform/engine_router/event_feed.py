@@ -10,7 +10,15 @@ from urllib.parse import urlsplit
 
 from warmkv.platform.engine_router.prompts import root_of
 from warmkv.replicas.engines.event_stream import Batch, EventStream
-from warmkv.replicas.engines.kv_events import FULL_ATTENTION, BlocksStored, Changes, Forgotten, KVEvent, VllmBlocks
+from warmkv.replicas.engines.kv_events import (
+    FULL_ATTENTION,
+    BlocksStored,
+    Changes,
+    Cleared,
+    Forgotten,
+    KVEvent,
+    VllmBlocks,
+)
 from warmkv.replicas.engines.zmq_events import batches, replayed
 
 log = logging.getLogger(__name__)
@@ -155,7 +163,9 @@ class EventFeed:
     def _take(self, events: Sequence[KVEvent]) -> None:
         """Follow the server's cache. Raises MissingEventsError."""
         for event in events:
-            if isinstance(event, BlocksStored) and event.token_ids and event.kind in FULL_ATTENTION:
+            if isinstance(event, Cleared | Forgotten):
+                self._refused = 0  # what comes next may be of another process, with other blocks
+            elif isinstance(event, BlocksStored) and event.token_ids and event.kind in FULL_ATTENTION:
                 if event.lora is not None:
                     self.loras.add(event.lora)
                 if self._size % event.block_size:

@@ -152,6 +152,26 @@ def test_blocks_that_keys_are_no_multiple_of_are_said_once_and_not_counted(caplo
     ]
 
 
+def test_a_server_that_restarts_with_blocks_that_keys_are_a_multiple_of_is_known():
+    async def scene():
+        first = contextlib.AsyncExitStack()
+        server = await first.enter_async_context(publishing(ports := []))
+        async with following(ports, size=6) as (known, feed):
+            await server.subscribed()
+            await server.send(stored(X))
+            await known.until(lambda: feed.arrived == 1)
+            assert not feed.figures["whole"]
+            await first.aclose()
+            await known.until(lambda: feed.disconnects == 1)
+            async with publishing(ports) as again:
+                await again.subscribed()
+                await again.send(stored(X, size=3))
+                await known.until(lambda: known.keys == set(hashing.block_hashes(X, 6, root_of(None))))
+                assert feed.figures["whole"]
+
+    asyncio.run(scene())
+
+
 def test_a_server_that_answers_and_tells_nothing_is_named_once(caplog):
     feed = EventFeed("http://a", Endpoints("tcp://a:1"), SIZE, Known().told)
     for _ in range(3 * SILENT_ANSWERS):
