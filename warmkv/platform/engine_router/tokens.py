@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from warmkv.platform.engine_router.prompts import read_body
+
 log = logging.getLogger(__name__)
 
 PASSED_ON = ("authorization", "x-api-key")
@@ -32,7 +34,9 @@ def poster(session: aiohttp.ClientSession, seconds: float) -> Post:
         timeout = aiohttp.ClientTimeout(total=seconds)
         typed = {**headers, "Content-Type": "application/json"}  # a session that passes headers on adds none itself
         async with session.post(url, json=body, headers=typed, timeout=timeout) as answer:
-            return answer.status, await answer.json(content_type=None) if answer.status == 200 else None
+            if answer.status == 200:
+                return answer.status, await answer.json(content_type=None)
+            return answer.status, read_body(await answer.read())
 
     return post
 
@@ -79,12 +83,18 @@ class Tokenizers:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             self.failed += 1
             return ()
-        if status in MISSING:
+        if status in MISSING and not _lacks_model(answer):
             self._lacking.add((engine, api))
             log.warning("%s has no %s: prompts of %s are routed by what servers were sent", engine, path, api)
         found = _ids(answer.get("tokens", answer.get("token_ids"))) if isinstance(answer, dict) else ()
         self.failed += not found
         return found
+
+
+def _lacks_model(answer: Any) -> bool:
+    """Tell if a 404 is vLLM's own, of the model that a request names, and not that of an endpoint which is missing."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else None
+    return isinstance(error, dict) and error.get("type") == "NotFoundError"
 
 
 def has_images(value: Any) -> bool:

@@ -5,7 +5,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from warmkv.platform.engine_router.tokens import Tokenizers, has_images
+from warmkv.platform.engine_router.tokens import Tokenizers, has_images, poster
 
 A, B = "http://a", "http://b"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -44,6 +44,42 @@ def test_other_apis_are_rendered_by_servers_that_can(api):
     tokenizers = Tokenizers()
     assert [tokens(servers, tokenizers, api, f"/v1/{api}") for _ in range(3)] == [(), [1], [2]]
     assert [url for url, _, _ in servers.asked] == [f"{host}/v1/{api}/render" for host in (A, B, B)]
+
+
+UNKNOWN_MODEL = {"message": "The model `x` does not exist.", "type": "NotFoundError", "code": 404}
+
+
+@pytest.mark.parametrize("answer", [{"error": UNKNOWN_MODEL}, {"object": "error", **UNKNOWN_MODEL}])
+def test_a_server_that_lacks_the_model_is_asked_again(answer):
+    servers, tokenizers = Servers((404, answer), (200, {"tokens": [1]})), Tokenizers()
+    assert [tokens(servers, tokenizers, engines=(A,)) for _ in range(2)] == [(), [1]]
+
+
+@pytest.mark.parametrize("answer", [None, {"detail": "Not Found"}, {"error": {"type": "Not Found"}}, {"error": "no"}])
+def test_a_server_that_lacks_the_endpoint_is_not_asked_again(answer):
+    servers, tokenizers = Servers((404, answer)), Tokenizers()
+    assert [tokens(servers, tokenizers, engines=(A,)) for _ in range(2)] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("status", "data", "found"),
+    [(200, b"[1]", [1]), (404, b'{"error": {}}', {"error": {}}), (404, b"<html>", None), (500, b"", None)],
+)
+def test_answers_and_errors_are_read(status, data, found):
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(data), data))
+        await writer.drain()
+        writer.close()
+
+    async def scene():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with aiohttp.ClientSession() as session:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/tokenize"
+            assert await poster(session, 60)(url, {}, {}) == (status, found)
+        server.close()
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize(
