@@ -53,6 +53,7 @@ class EngineRouter:
     ) -> None:
         routing = config.routing.model_copy(update={"transfer": False})  # the servers do not know each other
         self.block_size = config.prefix_cache.block_size
+        self._by_session = routing.policy == "sticky_session"
         self._dispatcher = Dispatcher(routing, config.engine.max_slots, random, clock, late=events)
         blocks = max(1, kv_tokens // self.block_size)
         self._engines = {name: EngineMemory(blocks, ttl, clock) for name in engines}
@@ -71,6 +72,8 @@ class EngineRouter:
 
     def choose(self, number: int, prompt: Prompt) -> list[str]:
         """Rank the servers for a prompt, best first, and book it on the first."""
+        if self._by_session and prompt.text:
+            prompt = prompt._replace(tokens=())  # which cannot always be had: a session must not move for that
         choice = self._dispatcher.choose(
             number,
             prompt.hashes,

@@ -147,6 +147,15 @@ def test_a_server_that_told_of_a_part_is_taken_to_hold_what_it_was_sent_as_well(
     assert answered(router, 2, prompt) == other
 
 
+def test_a_session_stays_at_its_server_when_its_tokens_cannot_be_had(clock):
+    config = Config.model_validate({"routing": {"policy": "sticky_session"}})
+    router = EngineRouter([A, B, C], config, kv_tokens=100_000, ttl=60, random=Random(0), clock=clock, events=True)
+    for number, name in enumerate("uvwxyz"):
+        prompts = (Prompt(body(name).text, keys) for keys in (tokens(name, 80).tokens, ()))
+        first, again = (answered(router, 2 * number + at, prompt) for at, prompt in enumerate(prompts))
+        assert first == again
+
+
 def test_salts_keep_prompts_apart(router):
     assert len(body("x").text) == len(body("x", cache_salt="a").text) > 50
     assert not {*body("x").text} & {*body("x", cache_salt="a").text}
