@@ -73,8 +73,8 @@ def route(
     """Route requests to servers that run already, such as vLLM's, by longest warm prefix and load.
 
     The decision is that of the service (`routing.*`, `engine.max_slots`). What a server holds is known by its KV events
-    (`--events`), or else taken to be what it was sent. Bytes pass unchanged but for `cache_salt`. A server that cannot
-    be reached is passed over. Ends at Ctrl-C.
+    (`--events`), or else taken to be what it was sent. Bytes pass unchanged but for `cache_salt` and,
+    with events, `kv_cache_report_mode`. A server that cannot be reached is passed over. Ends at Ctrl-C.
 
     Examples: `warmkv route --engine http://gpu-1:8000 --engine http://gpu-2:8000 --kv-tokens 420000`,
     `warmkv route --engine http://gpu-1:8000 --engine http://gpu-2:8000 --log access.jsonl --set routing.load_weight=2`,

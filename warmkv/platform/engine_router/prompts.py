@@ -13,6 +13,9 @@ from warmkv.request_context import session_of_body, session_of_headers
 SALT_FIELD = "cache_salt"
 """Field of vLLM's APIs by which prompts are kept apart in its prefix cache."""
 
+EXTRA_FIELD, REPORT_MODE = "vllm_xargs", "kv_cache_report_mode"
+"""Field and key by which a request has vLLM tell again of the blocks that it finds, each of which counts as a copy."""
+
 
 class Prompt(NamedTuple):
     """Hold keys of a prompt's blocks by its text and, where they are known, by its tokens."""
@@ -62,6 +65,15 @@ def tenant_salt(secret: str, headers: Mapping[str, str], asked: Mapping[str, Any
     key = headers.get("x-api-key") or bearer.partition(" ")[2] or bearer
     hashed = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
     return hashing.tenant_salt(secret.encode(), f"route:{hashed}:{salt_of(asked) or ''}").hex()
+
+
+def without_reports(data: bytes, asked: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+    """Return a body, and what it says, without the wish to have blocks told of again."""
+    extra = asked.get(EXTRA_FIELD)
+    if not isinstance(extra, dict) or REPORT_MODE not in extra:
+        return data, asked
+    asked = asked | {EXTRA_FIELD: {name: value for name, value in extra.items() if name != REPORT_MODE}}
+    return json.dumps(asked).encode(), asked
 
 
 def with_salt(data: bytes, asked: dict[str, Any], salt: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The router's HTTP: requests pass to the server that is ranked first, unchanged but for a salt."""
+"""The router's HTTP: requests pass to the server that is ranked first, unchanged but for what concerns their caches."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from warmkv.platform.engine_router.prompts import (
     salt_of,
     tenant_salt,
     with_salt,
+    without_reports,
 )
 from warmkv.platform.engine_router.router import EngineRouter, address_of
 from warmkv.platform.engine_router.tokens import Tokenizers, poster
@@ -134,6 +135,8 @@ class RoutingProxy(Proxy):
         api = api_of(request.method, request.raw_path)
         if api is None or (asked := read_body(data)) is None:
             return data, Prompt()
+        if self._feeds:
+            data, asked = without_reports(data, asked)
         headers = {name.lower(): value for name, value in request.headers.items()}
         if self._secret is not None:
             salt = tenant_salt(self._secret, headers, asked)

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warmkv.platform.engine_router.prompts import prompt_of, read_body, root_of, salt_of, tenant_salt, with_salt
+from warmkv.platform.engine_router.prompts import (
+    prompt_of,
+    read_body,
+    root_of,
+    salt_of,
+    tenant_salt,
+    with_salt,
+    without_reports,
+)
 
 VALUES = st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.just({"a": [{}, "}"]})
 BODIES = st.dictionaries(st.sampled_from(["model", "messages", "cache_salt", "é", "}"]), VALUES, max_size=3)
@@ -36,6 +44,14 @@ def test_what_is_no_object_is_left_alone(data):
 def test_the_later_of_two_salts_counts_as_it_does_for_servers():
     data = b'{"cache_salt": "a", "cache_salt": "b", "x": 1}'
     assert json.loads(with_salt(data, read_body(data), "c")) == {"cache_salt": "c", "x": 1}
+
+
+def test_a_wish_for_reports_is_taken_out_and_nothing_else():
+    for data in (b'{"prompt": "x"}', b'{"vllm_xargs": {"a": 1}}', b'{"vllm_xargs": ["kv_cache_report_mode"]}'):
+        assert without_reports(data, read_body(data)) == (data, read_body(data))
+    data = b'{"prompt": "x", "vllm_xargs": {"kv_cache_report_mode": "full", "a": [1]}}'
+    changed, asked = without_reports(data, read_body(data))
+    assert json.loads(changed) == asked == {"prompt": "x", "vllm_xargs": {"a": [1]}}
 
 
 def test_salts_follow_from_the_key_and_the_secret():

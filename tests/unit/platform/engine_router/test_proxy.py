@@ -198,6 +198,25 @@ def test_a_rank_of_a_server_is_named_in_a_header_and_gets_what_is_warm_there():
     run(scene())
 
 
+def test_no_request_has_a_server_whose_events_are_followed_tell_of_blocks_again():
+    async def scene():
+        upstream = named(b"1")
+        server = await asyncio.start_server(upstream.handle, "127.0.0.1", 0)
+        engine = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        router = EngineRouter([engine], Config(), kv_tokens=1, ttl=60, random=Random(0), clock=time.monotonic)
+        feed = SimpleNamespace(loras=(), figures={}, follow=asyncio.Event().wait, answered=lambda: None)
+        extra = {"kv_cache_report_mode": "full", "a": 1}
+        data = json.dumps({"prompt": "x", "vllm_xargs": extra}).encode()
+        for feeds in ({engine: feed}, {}):
+            async with RoutingProxy(router, None, feeds=feeds).running("127.0.0.1", 0) as port:
+                assert (await answered(port, request(data, "/v1/completions")))[1] == b"1"
+        server.close()
+        sent = [json.loads(data) for head, data in upstream.requests if b"POST /v1" in head]
+        assert [one["vllm_xargs"] for one in sent] == [{"a": 1}, extra]
+
+    run(scene())
+
+
 def test_bodies_that_no_client_sends_are_passed_on_or_refused():
     async def scene():
         deep = b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}"
