@@ -363,9 +363,12 @@ class Service:
         )
 
     def _generated(self, answer: Answer) -> tuple[bytes, ...]:
-        """Return keys of the full blocks that end within an answer, if engines keep them: the last token has no KV."""
+        """Return keys of the full blocks that end within an answer, if engines keep them: the last token has no KV.
+
+        None do under the other names of a prompt with a tool choice, which events do not tell.
+        """
         request, progress = answer.request, answer.sink.progress
-        if not self._keeps_generated or progress is None:
+        if not self._keeps_generated or progress is None or request.other_from is not None:
             return ()
         size, known = self.config.prefix_cache.block_size, request.hashes
         tokens = [*request.token_ids[len(known) * size :], *progress.output_ids[:-1]]

@@ -42,11 +42,11 @@ def test_keys_of_blocks_that_end_within_an_answer_are_logged_where_the_engine_ke
     tokens, said, root = list(range(5, 5 + prompt)), list(range(100, 100 + answer)), b"r" * 16
     hashes = block_hashes(tokens, SIZE, root)
     found = []
-    for kind in ("vllm", "warmkv"):
+    for kind, other_from in (("vllm", None), ("vllm", 9), ("warmkv", None)):
         config = load(flags=[f"engine.kind={kind}", f"prefix_cache.block_size={SIZE}"], environ={})
         service = Service(
             config, lambda attempt: None, Counted(), write_log=print, clock=lambda: 0.0, wall_clock=lambda: 0.0
         )
-        request = SimpleNamespace(token_ids=tuple(tokens), hashes=tuple(hashes), root=root)
+        request = SimpleNamespace(token_ids=tuple(tokens), hashes=tuple(hashes), root=root, other_from=other_from)
         found.append(service._generated(SimpleNamespace(request=request, sink=drawn(said))))
-    assert found == [tuple(block_hashes([*tokens, *said, 7], SIZE, root)[len(hashes) : len(hashes) + blocks]), ()]
+    assert found == [tuple(block_hashes([*tokens, *said, 7], SIZE, root)[len(hashes) : len(hashes) + blocks]), (), ()]

@@ -182,6 +182,10 @@ def test_generated_tokens_are_told_as_well():
     assert set(vllm.directory) == set(again.hashes)
     reading, found = vllm.answer(again)
     assert reading.cached_tokens == found == 8
+    vllm = Vllm()
+    vllm.answer(asked(tokens, other=True), drawn=drawn)
+    reading, found = vllm.answer(asked([*tokens, *drawn, 9], other=True))
+    assert (found, reading.cached_tokens) == (8, 4)  # as the log has it: events do not tell other names
     vllm = Vllm(MARKED)
     vllm.answer(asked(tokens), drawn=drawn)
     assert vllm.directory == {}
