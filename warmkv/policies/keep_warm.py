@@ -20,12 +20,21 @@ MARGIN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class KeptPrefix(Generic[Key, Named]):
-    """Name the whole blocks before a mark by the engine's keys; `token_ids` are theirs and one more, to ask for all."""
+    """Name the whole blocks before a mark by the engine's keys; `token_ids` are theirs and one more, to ask for all.
+
+    `ttl` is the mark's: of those with one TTL behind the same blocks the last is kept: it outlives those not read.
+    """
 
     mark: Named
     root: bytes
     chain: tuple[Key, ...]
     token_ids: tuple[int, ...]
+    ttl: str = ""
+
+    @property
+    def place(self) -> tuple[Key, str]:
+        """Return what one prefix is kept for: its last block, and the TTL."""
+        return self.chain[-1], self.ttl
 
 
 @dataclass(slots=True)
@@ -41,9 +50,9 @@ class KeepWarm(Generic[Key, Named]):
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._kept: OrderedDict[Named, _Kept[Key, Named]] = OrderedDict()  # by mark; least recently used first
-        self._ends: dict[Key, dict[Named, None]] = {}  # marks by the last block before them
+        self.limit = limit
+        self._kept: OrderedDict[tuple[Key, str], _Kept[Key, Named]] = OrderedDict()  # least recently used first
+        self._ends: dict[Key, dict[str, None]] = {}  # TTLs of those that are kept, by their last block
         self._blocks: Counter[Key] = Counter()
 
     def __len__(self) -> int:
@@ -56,28 +65,28 @@ class KeepWarm(Generic[Key, Named]):
 
     def keep(self, prefix: KeptPrefix[Key, Named], stored: int) -> None:
         """Keep a prefix that was used now; others give way to it. One that exceeds the limit is not kept."""
-        self.forget(prefix.mark)
-        if not 0 < len(prefix.chain) <= self._limit:
+        if not 0 < len(prefix.chain) <= self.limit:
             return
-        self._kept[prefix.mark] = _Kept(prefix, stored)
-        self._ends.setdefault(prefix.chain[-1], {})[prefix.mark] = None
+        self.forget(prefix)
+        self._kept[prefix.place] = _Kept(prefix, stored)
+        self._ends.setdefault(prefix.chain[-1], {})[prefix.ttl] = None
         self._blocks.update(prefix.chain)
-        while len(self._blocks) > self._limit:
-            self.forget(next(iter(self._kept)))
+        while len(self._blocks) > self.limit:
+            self.forget(next(iter(self._kept.values())).prefix)
 
     def used(self, chain: Sequence[Key], stored: int) -> None:
         """Take note that the engine used these blocks now."""
         for key in chain:
-            for mark in self._ends.get(key, ()):
-                self._kept[mark].used = stored
-                self._kept.move_to_end(mark)
+            for ttl in self._ends.get(key, ()):
+                self._kept[key, ttl].used = stored
+                self._kept.move_to_end((key, ttl))
 
-    def forget(self, mark: Named) -> None:
-        """Keep a prefix no longer."""
-        if (kept := self._kept.pop(mark, None)) is None:
+    def forget(self, prefix: KeptPrefix[Key, Named]) -> None:
+        """Keep a prefix no longer, nor another one in its place."""
+        if (kept := self._kept.pop(prefix.place, None)) is None:
             return
         chain = kept.prefix.chain
-        self._ends[chain[-1]].pop(mark)
+        self._ends[chain[-1]].pop(prefix.ttl)
         if not self._ends[chain[-1]]:
             del self._ends[chain[-1]]
         self._blocks.subtract(chain)
@@ -86,25 +95,30 @@ class KeepWarm(Generic[Key, Named]):
                 del self._blocks[key]
 
     def due(
-        self, stored: int, room: int, alive: Callable[[KeptPrefix[Key, Named]], bool]
+        self,
+        stored: int,
+        room: int,
+        alive: Callable[[KeptPrefix[Key, Named]], bool],
+        held: Callable[[KeptPrefix[Key, Named]], bool],
     ) -> KeptPrefix[Key, Named] | None:
         """Return the prefix to touch now, and take it as used; None if none is due.
 
-        `room` are the blocks of the engine that no running request uses. What is not `alive` is forgotten.
+        `room` are the blocks of the engine that no running request uses. Prefixes whose marks are not `alive` are
+        forgotten, also those that others use, and of those that would be due the ones whose blocks are not `held`.
         """
-        longest: tuple[int, Named] | None = None
-        for mark, kept in list(self._kept.items()):
-            chain = kept.prefix.chain
-            if stored - kept.used <= MARGIN * max(0, room - len(chain)):
+        longest: KeptPrefix[Key, Named] | None = None
+        for kept in list(self._kept.values()):
+            prefix, chain = kept.prefix, kept.prefix.chain
+            if not alive(prefix):
+                self.forget(prefix)
+            elif stored - kept.used <= MARGIN * max(0, room - len(chain)):
                 continue
-            if not alive(kept.prefix):
-                self.forget(mark)
-            elif longest is None or len(chain) > longest[0]:
-                longest = len(chain), mark
-        if longest is None:
-            return None
-        prefix = self._kept[longest[1]].prefix
-        for key in prefix.chain:
-            for mark in self._ends.get(key, ()):
-                self._kept[mark].used = stored
-        return prefix
+            elif not held(prefix):
+                self.forget(prefix)
+            elif longest is None or len(chain) > len(longest.chain):
+                longest = prefix
+        if longest is not None:
+            for key in longest.chain:
+                for ttl in self._ends.get(key, ()):
+                    self._kept[key, ttl].used = stored
+        return longest

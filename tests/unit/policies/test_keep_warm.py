@@ -1,11 +1,17 @@
 """Prefixes that are touched in time stay in a cache that evicts by recency, and nothing is touched for nothing."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from warmkv.policies.keep_warm import KeepWarm, KeptPrefix
 
 ROOM = 40
+
+
+def always(one):
+    return True
 
 
 class Lru:
@@ -45,7 +51,7 @@ def test_what_is_kept_is_never_evicted_within_the_limit(asks, limit, ends_live):
             warm.keep(asked, engine.stored)
             if ends_live and name == 0:
                 dead.add(asked.mark)
-        while (due := warm.due(engine.stored, ROOM, lambda one: one.mark not in dead)) is not None:
+        while (due := warm.due(engine.stored, ROOM, lambda one: one.mark not in dead, always)) is not None:
             assert due.mark not in dead
             assert engine.ask(due.chain) == len(due.chain)  # it is there still, so a touch computes nothing
             touches += 1
@@ -60,10 +66,10 @@ def test_the_longest_prefix_is_touched_for_those_that_it_begins_with():
     for end in (2, 6, 4):
         warm.keep(prefix("a", 6, end), 0)
     assert (len(warm), warm.blocks) == (3, 6)
-    assert warm.due(17, ROOM, lambda one: True) is None  # half of what others have room for
-    assert warm.due(18, ROOM, lambda one: True).chain == prefix("a", 6).chain
-    assert warm.due(18, ROOM, lambda one: True) is None
-    assert warm.due(36, ROOM, lambda one: True) is not None
+    assert warm.due(17, ROOM, always, always) is None  # half of what others have room for
+    assert warm.due(18, ROOM, always, always).chain == prefix("a", 6).chain
+    assert warm.due(18, ROOM, always, always) is None
+    assert warm.due(36, ROOM, always, always) is not None
 
 
 def test_the_least_recently_used_gives_way_and_what_exceeds_the_limit_is_not_kept():
@@ -76,20 +82,40 @@ def test_the_least_recently_used_gives_way_and_what_exceeds_the_limit_is_not_kep
     warm.keep(prefix("d", 6), 3)
     warm.keep(prefix("e", 0), 3)
     assert (len(warm), warm.blocks) == (2, 5)
-    warm.forget(prefix("a", 2).mark)
-    warm.forget(b"never kept")
+    for one in (prefix("a", 2), prefix("never kept", 1)):
+        warm.forget(one)
     assert (len(warm), warm.blocks) == (1, 3)
+
+
+def test_marks_behind_the_same_blocks_take_one_place_for_each_ttl():
+    warm, hot = KeepWarm(10), prefix("a", 4)
+    for number in range(1000):
+        warm.keep(replace(hot, mark=b"m%d" % number), number)
+        warm.used(hot.chain, number)
+    assert (len(warm), warm.blocks) == (1, 4)
+    for mark, ttl in ((b"long", "1h"), (b"short", "")):
+        warm.keep(replace(hot, mark=mark, ttl=ttl), 1000)
+    assert warm.due(2000, ROOM, lambda one: one.mark == b"long", always).mark == b"long"
+    assert (len(warm), warm.blocks) == (1, 4)
+
+
+def test_a_mark_that_is_over_is_forgotten_while_its_blocks_are_used():
+    warm, hot = KeepWarm(10), prefix("a", 4)
+    warm.keep(hot, 0)
+    warm.used(hot.chain, 5)
+    assert warm.due(5, ROOM, lambda one: False, always) is None
+    assert (len(warm), warm.blocks) == (0, 0)
 
 
 def test_running_requests_that_leave_no_room_cause_no_touch_after_the_other():
     warm = KeepWarm(10)
     warm.keep(prefix("a", 4), 7)
     for stored, due in ((7, False), (8, True), (8, False), (9, True)):
-        assert (warm.due(stored, 2, lambda one: True) is not None) == due
+        assert (warm.due(stored, 2, always, always) is not None) == due
 
 
 def test_without_a_limit_nothing_is_kept():
     warm = KeepWarm(0)
     warm.keep(prefix("a", 1), 0)
     warm.used(prefix("a", 1).chain, 1)
-    assert (len(warm), warm.due(10**6, 1, lambda one: True)) == (0, None)
+    assert (len(warm), warm.due(10**6, 1, always, always)) == (0, None)

@@ -155,7 +155,7 @@ class PrefixLedger:
     def _follow_marks(self, request: GenerateRequest, now: float) -> None:
         """Note which tails go with their blocks, and which prefixes are to be kept warm."""
         size, tokens = self._size, request.token_ids
-        chain = tuple(self._own.get(name, name) for name in request.hashes)
+        chain = tuple(self._own.get(name, name) for name in request.hashes) if self._warm.limit else ()
         self._warm.used(chain, self._stored)
         for mark in request.marks:
             blocks, rest = divmod(mark.position, size)
@@ -164,8 +164,9 @@ class PrefixLedger:
             if rest:
                 self._tails[request.hashes[blocks - 1]].add(mark.key)
                 self._before[mark.key] = request.hashes[blocks - 1]
-            asked = (*tokens[: blocks * size], tokens[min(blocks * size, len(tokens) - 1)])
-            self._warm.keep(KeptPrefix(mark.key, request.root, chain[:blocks], asked), self._stored)
+            if chain:
+                asked = (*tokens[: blocks * size], tokens[min(blocks * size, len(tokens) - 1)])
+                self._warm.keep(KeptPrefix(mark.key, request.root, chain[:blocks], asked, mark.ttl), self._stored)
 
     def to_touch(self, usage: float) -> tuple[KeptPrefix[bytes, bytes], str] | None:
         """Return a prefix that is to be touched now, and its `cache_salt`; None if none is.
@@ -177,10 +178,12 @@ class PrefixLedger:
         room = int(self._limit // (self._size * self._token_bytes) * (1 - usage))
 
         def alive(prefix: KeptPrefix[bytes, bytes]) -> bool:
-            marked = tree.marked(prefix.mark, now) is not None
-            return marked and all(self._blocks.tier(key) == TIERS[0] for key in prefix.chain)
+            return tree.marked(prefix.mark, now) is not None
 
-        prefix = self._warm.due(self._stored, room, alive)
+        def held(prefix: KeptPrefix[bytes, bytes]) -> bool:
+            return all(self._blocks.tier(key) == TIERS[0] for key in prefix.chain)
+
+        prefix = self._warm.due(self._stored, room, alive, held)
         return None if prefix is None else (prefix, cache_salt(prefix.root, self._generations.get(prefix.root, 0)))
 
     # --- beside the requests

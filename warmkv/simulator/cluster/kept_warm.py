@@ -98,14 +98,17 @@ class KeptWarm:
             number = write.tail if write.tail != NONE else prompt.runs[write.runs - 1]
             blocks = mark.position // prompt.block_size
             if blocks and self._cache.is_marked(number, now):
-                self._warm.keep(KeptPrefix(number, b"", chain[:blocks], ()), self._pool.stored)
+                self._warm.keep(KeptPrefix(number, b"", chain[:blocks], (), mark.ttl), self._pool.stored)
 
     def _look(self, now: float) -> None:
         pool, cache = self._pool, self._cache
 
         def alive(prefix: KeptPrefix[Name, int]) -> bool:
-            return cache.is_marked(prefix.mark, now) and all(map(pool.holds, prefix.chain))
+            return cache.is_marked(prefix.mark, now)
 
-        if not self._touching and (prefix := self._warm.due(self._stored, self._room, alive)) is not None:
+        def held(prefix: KeptPrefix[Name, int]) -> bool:
+            return all(map(pool.holds, prefix.chain))
+
+        if not self._touching and (prefix := self._warm.due(self._stored, self._room, alive, held)) is not None:
             self._touching = True
             self._submit(Touch(prefix.chain, len(prefix.chain) * pool.size + 1))
