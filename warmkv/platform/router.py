@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -88,11 +88,12 @@ class Router:
         """Forget what is booked on a replica whose connection is lost."""
         self._dispatcher.in_flight.drop(replica)
 
-    def gone(self, replica: str) -> None:
-        """Forget a replica that does not run any more."""
+    def gone(self, replica: str, left: Collection[str]) -> None:
+        """Forget a replica that does not run any more; `left` are the others, of all groups."""
         self._dispatcher.index.drop_replica(replica)
 
     def _choose(self, number: int, attempt: Attempt, replicas: Sequence[str], moves: bool) -> list[str]:
+        self._dispatcher.breaker.keep(left)
         dispatcher, request = self._dispatcher, attempt.request
         choice = dispatcher.choose(
             number,

@@ -42,11 +42,14 @@ class Breaker:
         """Count the replicas that have failed since their last success."""
         return len(self._circuits)
 
-    def shut(self, replicas: Collection[str]) -> set[str]:
-        """Return those of the replicas that take no request now, and forget replicas that are gone."""
-        self._circuits = {name: circuit for name, circuit in self._circuits.items() if name in replicas}
+    def shut(self) -> set[str]:
+        """Return the replicas that take no request now."""
         now = self._clock()
         return {name for name, circuit in self._circuits.items() if circuit.wait and now < circuit.until}
+
+    def keep(self, replicas: Collection[str]) -> None:
+        """Forget all replicas but these: others are gone, though attempts that were there may end after them."""
+        self._circuits = {name: circuit for name, circuit in self._circuits.items() if name in replicas}
 
     def taking(self, replicas: Iterable[str]) -> list[str]:
         """Return those of the replicas that take requests now, or one as a trial. Any thread may ask."""

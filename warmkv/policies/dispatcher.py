@@ -198,7 +198,7 @@ class Dispatcher:
         """
         shunned = self.in_flight.suspects
         if self.breaker:
-            shunned |= self.breaker.shut(replicas)
+            shunned |= self.breaker.shut()
         if avoid:
             replicas = [name for name in replicas if name not in avoid] or replicas
         if shunned:

@@ -134,10 +134,18 @@ def test_who_was_not_tried_comes_before_who_failed_this_request():
     assert routing.dispatcher.choose("x", [], REPLICAS, avoid={"a", "b"}).order == ["c"]
 
 
+def test_a_request_for_other_replicas_closes_no_circuit():
+    """It may go to those of one group only."""
+    routing = Routing()
+    failing(routing, "a", 3)
+    routing.dispatcher.choose("of another group", [], ["b"])
+    assert routing.goes_to(12) == {"b", "c"}
+
+
 def test_replicas_that_are_gone_are_forgotten():
     routing = Routing()
     failing(routing, "gone", 3)
-    routing.goes_to(1)
+    routing.dispatcher.breaker.keep(REPLICAS)
     assert len(routing.dispatcher.breaker) == 0
 
 
@@ -151,11 +159,11 @@ def test_whatever_happens_every_replica_is_tried_again_within_the_limit(events):
     breaker = Breaker(lambda: now[0])
     for number, (replica, outcome, passed) in enumerate(events):
         now[0] += passed
-        if replica not in breaker.shut(REPLICAS):
+        if replica not in breaker.shut():
             breaker.sent(number, replica)
         breaker.ended(number, replica, outcome)
     now[0] += LONGEST_SECONDS
-    assert breaker.shut(REPLICAS) == set()
+    assert breaker.shut() == set()
 
 
 def test_a_replica_is_ready_unless_its_circuit_is_open():

@@ -122,8 +122,8 @@ class Sender(Watch):
     # --- who gets what
 
     def _gone(self, name: str) -> None:
-        self._router.gone(name)
         self._group_of.pop(name, None)
+        self._router.gone(name, self._group_of)
 
     def _reachable(self) -> list[str]:
         return [name for name in self._connections if name in self._running]

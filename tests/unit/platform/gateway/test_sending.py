@@ -261,6 +261,31 @@ def test_a_request_goes_where_its_policy_is_served_and_waits_there():
     play(scenario, small)
 
 
+def test_a_circuit_is_that_of_its_replica_until_it_is_gone():
+    """A request for another group leaves it open; what fails behind the end of a replica is forgotten later."""
+
+    async def scenario(cluster: Cluster) -> None:
+        breaker = cluster.router._dispatcher.breaker
+        cluster.sender.follow({"0": "", "1": "own", "2": ""})
+        await settle(cluster)
+        for number in range(3):
+            breaker.ended(number, "0", "failed")
+        box = cluster.sender.send(attempt(policy=PolicySpec.model_validate("snapkv@4")))
+        await settle(cluster)
+        assert (loads(cluster)["1"], breaker.shut()) == (1, {"0"})
+        cluster.sender.follow({"1": "own", "2": ""})
+        assert breaker.shut() == {"0"}  # it is drained
+        cluster.replicas[0].connection.connection_lost(None)
+        assert len(breaker) == 0
+        breaker.ended(3, "0", "failed")
+        cluster.replicas[2].connection.connection_lost(None)
+        cluster.sender.follow({"1": "own"})
+        assert len(breaker) == 0
+        await box.aclose()
+
+    play(scenario, "engine.kind=vllm", "cluster.groups={own: {engine: {kind: warmkv}}}", replicas=3)
+
+
 @pytest.mark.parametrize(("policy", "moves"), [("full", False), ("snapkv@4", True)])
 def test_blocks_are_fetched_only_where_all_that_may_compute_a_request_can(policy, moves):
     async def scenario(cluster: Cluster) -> None:
