@@ -57,13 +57,15 @@ class Router:
                 self._dispatcher.in_flight.give_up(earlier.booking)
         return self._dispatcher.eligible(replicas, _failed(attempt))
 
-    def choose(self, number: int, attempt: Attempt, replicas: Sequence[str], *, moves: bool = True) -> list[str]:
+    def choose(
+        self, number: int, attempt: Attempt, replicas: Sequence[str], *, moves: bool = True, whole: bool = True
+    ) -> list[str]:
         """Rank the replicas, at least one, for an attempt, which is booked on the best; the attempt learns of it.
 
-        `moves` says that each of them can fetch blocks from any other.
+        `moves` says that each of them can fetch blocks from any other, `whole` that there are no others.
         """
         try:
-            return self._choose(number, attempt, replicas, moves)
+            return self._choose(number, attempt, replicas, moves, whole)
         except Exception:
             log.exception("routing failed; taking the shortest queue")
             self._recorder.add(telemetry.ROUTED, 1, reason="fault")
@@ -91,9 +93,9 @@ class Router:
     def gone(self, replica: str, left: Collection[str]) -> None:
         """Forget a replica that does not run any more; `left` are the others, of all groups."""
         self._dispatcher.index.drop_replica(replica)
-
-    def _choose(self, number: int, attempt: Attempt, replicas: Sequence[str], moves: bool) -> list[str]:
         self._dispatcher.breaker.keep(left)
+
+    def _choose(self, number: int, attempt: Attempt, replicas: Sequence[str], moves: bool, whole: bool) -> list[str]:
         dispatcher, request = self._dispatcher, attempt.request
         choice = dispatcher.choose(
             number,
@@ -105,6 +107,7 @@ class Router:
             config=attempt.routing,
             session=request.session.encode(),
             moves=moves,
+            whole=whole,
         )
         if choice.fetch != request.fetch:
             attempt.request = replace(request, fetch=choice.fetch)

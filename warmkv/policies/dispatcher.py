@@ -218,6 +218,7 @@ class Dispatcher:
         config: RoutingConfig | None = None,
         session: bytes = b"",
         moves: bool = True,
+        whole: bool = True,
     ) -> RoutingDecision:
         """Rank the replicas, at least one, for a request and book the best.
 
@@ -229,23 +230,30 @@ class Dispatcher:
         `session` is the one that the request names; empty for none.
         `leaves` is how many leading blocks of the prompt stay where it is computed. `config` holds for this choice, in
         place of the settings at start. `moves` says that each replica can fetch blocks from any other.
+        `whole` says that these are all there are: of others, as of another group, nothing counts that they hold and do.
         """
-        replicas = self.eligible(replicas, avoid)
+        offered = replicas
+        replicas = self.eligible(offered, avoid)
         self.in_flight.expire()
         self.in_flight.release(request)  # Serve asks again while replicas are full
         config, load = config or self._config, self.in_flight.known_load(replicas)
         if warm is None:
             warm = self.index.longest_match(hashes)
         fetch = choose_donor(replicas, warm, load, config) if moves else None
-        most = 0
-        for depths in warm.values():
-            most = max(most, depths[2])
+        ahead, given = self.in_flight.prefill, self.recent.amounts
+        if whole := whole and replicas is offered:
+            busy, most = len(ahead), 0
+            for depths in warm.values():
+                most = max(most, depths[2])
+        else:
+            busy, most = _of_those(replicas, ahead, warm)
         in_flight_prefixes = self.in_flight.in_flight_prefixes.depths(hashes, most)
+        if in_flight_prefixes and not whole:
+            in_flight_prefixes = {name: in_flight_prefixes[name] for name in replicas if name in in_flight_prefixes}
         held = warm
         if in_flight_prefixes:
             held = {**warm, **{name: (depth, depth, depth) for name, depth in in_flight_prefixes.items()}}
-        ahead, given = self.in_flight.prefill, self.recent.amounts
-        self._busy += (min(1.0, len(ahead) / len(replicas)) - self._busy) / BUSY_DECISIONS
+        self._busy += (min(1.0, busy / len(replicas)) - self._busy) / BUSY_DECISIONS
         idle = 1 - self._busy
         view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given, idle, session)
         order = rank(view, config, self._random)
@@ -281,6 +289,18 @@ class Dispatcher:
         """Check a part of the match that a choice relied on; for after the decision."""
         if choice.matched:
             self.index.mend(choice.order[0], hashes[: choice.matched], self._random.randrange(MEND_EVERY))
+
+
+def _of_those(replicas: Sequence[str], ahead: dict[str, int], warm: dict[str, Depths]) -> tuple[int, int]:
+    """Return how many of the replicas have a prompt to compute, and the most blocks that one of them holds."""
+    busy = most = 0
+    for name in replicas:
+        if name in ahead:
+            busy += 1
+        depths = warm.get(name)
+        if depths is not None:
+            most = max(most, depths[2])
+    return busy, most
 
 
 def _reason(policy: str, matched: int, known: int, most: int) -> str:

@@ -353,3 +353,27 @@ def test_the_busier_the_replicas_the_less_a_wait_weighs_against_what_is_warm():
     for _ in range(10 * BUSY_DECISIONS):
         routing.choose("idle", HASHES, REPLICAS)
     assert routing.choose("idle", HASHES, REPLICAS).reason == "load"
+
+
+def test_what_other_groups_hold_and_have_to_do_decides_nothing():
+    """Of one group's replicas only: "v" and its like are of another, which holds the prompt and is busy."""
+    routing = dispatcher()
+    routing.index.add("v", pack(HASHES))
+    first, second = (routing.choose(number, HASHES, ["a", "b"], leaves=100, whole=False) for number in "12")
+    assert (second.order[0], first.reason, second.reason) == (first.order[0], "cold", "in_flight_prefixes")
+    for name in "vwx":
+        routing.choose(name, [name.encode() * 16], [name], leaves=1, whole=False)
+    routing.in_flight.began("1")
+    routing.in_flight.began("2")
+    for _ in range(10 * BUSY_DECISIONS):
+        routing.choose("3", [], ["a", "b"], whole=False)
+    assert routing._busy < 0.01
+
+
+def test_what_a_replica_holds_that_gets_nothing_keeps_no_herd_apart():
+    routing = dispatcher()
+    routing.index.add("a", pack(HASHES))
+    routing.choose("given up", HASHES, REPLICAS)
+    routing.in_flight.give_up("given up")
+    first, second = (routing.choose(number, HASHES, REPLICAS, leaves=100) for number in "12")
+    assert (second.order[0], second.reason) == (first.order[0], "in_flight_prefixes")

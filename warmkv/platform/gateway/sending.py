@@ -146,7 +146,7 @@ class Sender(Watch):
         if not groups.keys() <= free and free.isdisjoint(self._router.eligible(attempt, names)):
             return False  # a decision would be for nothing, and would count as one
         moves = move_blocks([self._groups[group] for group in set(groups.values())])
-        order = self._router.choose(stream, attempt, names, moves=moves)
+        order = self._router.choose(stream, attempt, names, moves=moves, whole=len(names) == len(self._connections))
         name = next(name for name in order if name in free)
         tried = {earlier.replica for earlier in attempt.given_up}
         attempt.others = len(set(names) - tried - {name})

@@ -270,7 +270,8 @@ class Cluster:
         moves = self._moves.get(groups)
         if moves is None:
             moves = self._moves[groups] = move_blocks([self._capabilities[group] for group in groups])
-        order, fetch = gateway.choose(job, names, now, moves=moves)
+        whole = len(names) == sum(len(fleet.transfers) for fleet in self._fleets.values())
+        order, fetch = gateway.choose(job, names, now, moves=moves, whole=whole)
         if self._as_placed:
             order = (job.records.name("replica", job.number),)
         for name in order:

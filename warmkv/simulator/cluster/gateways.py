@@ -33,11 +33,11 @@ class SimulatedGateway:
         self._by_session = config.routing.policy == "sticky_session"
 
     def choose(
-        self, job: Job, replicas: Sequence[str], now: float, *, moves: bool = True
+        self, job: Job, replicas: Sequence[str], now: float, *, moves: bool = True, whole: bool = True
     ) -> tuple[Sequence[str], Fetch | None]:
         """Rank the replicas, at least one, for a job, and choose where the others may fetch blocks.
 
-        `moves` says that each of them can fetch blocks from any other.
+        `moves` says that each of them can fetch blocks from any other, `whole` that there are no others.
         """
         if len(replicas) == 1 and self._one_kind:
             return replicas, None
@@ -55,6 +55,7 @@ class SimulatedGateway:
             leaves=leaves,
             session=job.records.name("session", job.number).encode(),
             moves=moves,
+            whole=whole,
         )
         return choice.order, choice.fetch
 
