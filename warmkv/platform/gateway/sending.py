@@ -2,7 +2,7 @@
 
 A replica takes `engine.max_slots + engine.max_queue` requests at a time, whichever gateways they come from. Where none
 has room an attempt waits in line here, up to `cluster.max_queued_requests` of them. Replicas may be of several groups
-(`cluster.groups`): an attempt goes to those that can compute it.
+(`cluster.groups`): an attempt goes to those that can compute it, and so many may wait for the same groups.
 """
 
 from __future__ import annotations
@@ -75,10 +75,16 @@ class Sender(Watch):
             return mailbox
         self._line[mailbox] = attempt
         self._serve_line()
-        if mailbox in self._line and len(self._line) > self._most_queued:
+        if mailbox in self._line and self._waiting(attempt.groups) > self._most_queued:
             del self._line[mailbox]
             mailbox.fail(overloaded("gateway_queue"))
         return mailbox
+
+    def _waiting(self, groups: frozenset[str]) -> int:
+        """Count those in line for the same groups: who waits for another group takes no place of theirs."""
+        if len(self._line) <= self._most_queued:
+            return len(self._line)
+        return sum(attempt.groups == groups for attempt in self._line.values())
 
     # --- what replicas say
 

@@ -254,7 +254,8 @@ class Cluster:
         now, gateway = self._env.now, self._gateways[job.gateway]
         groups = tuple([name for name, fleet in self._fleets.items() if name in job.groups and fleet.serving])
         if not groups:
-            if len(self._unplaced) < self._config.cluster.max_queued_requests * len(self._gateways):
+            most = self._config.cluster.max_queued_requests * len(self._gateways)
+            if len(self._unplaced) < most or sum(other.groups == job.groups for other in self._unplaced) < most:
                 self._unplaced.append(job)
             else:
                 self._refuse(job)

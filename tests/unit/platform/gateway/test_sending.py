@@ -261,6 +261,30 @@ def test_a_request_goes_where_its_policy_is_served_and_waits_there():
     play(scenario, small)
 
 
+def test_who_waits_for_one_group_takes_no_place_of_those_that_wait_for_another():
+    """Replica "1" of vLLM's group is busy; no replica of the own engine's runs."""
+    flags = ("engine.kind=vllm", "engine.max_slots=1", "engine.max_queue=1", "cluster.max_queued_requests=1")
+
+    async def scenario(cluster: Cluster) -> None:
+        cluster.sender.follow({"1": ""})
+        await settle(cluster)
+        boxes = [cluster.sender.send(attempt(str(number))) for number in range(2)]
+        compressed = PolicySpec.model_validate("snapkv@4")
+        boxes += [cluster.sender.send(attempt(f"compressed {number}", policy=compressed)) for number in range(2)]
+        boxes += [cluster.sender.send(attempt(f"more {number}")) for number in range(2)]
+        await settle(cluster)
+        assert [box in cluster.sender._line for box in boxes] == [False, False, True, False, True, False]
+        for box in (boxes[3], boxes[5]):
+            with pytest.raises(ApiError, match="Too many requests are waiting"):
+                await box.__anext__()
+        for box in boxes:
+            await box.aclose()
+        await settle(cluster)
+        assert cluster.idle
+
+    play(scenario, *flags, "cluster.groups={own: {engine: {kind: warmkv}}}")
+
+
 def test_a_circuit_is_that_of_its_replica_until_it_is_gone():
     """A request for another group leaves it open; what fails behind the end of a replica is forgotten later."""
 

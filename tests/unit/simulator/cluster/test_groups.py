@@ -80,6 +80,15 @@ def test_what_waits_for_one_group_is_not_given_to_another():
     assert (third.replica, third.started) == ("replica-vllm-0", 2.0)
 
 
+def test_who_waits_for_one_group_takes_no_place_of_those_that_wait_for_another():
+    """Let the only replica of each group die: of each as many may wait."""
+    failing = "simulator.failures=[{at: 1, seconds: 2}, {at: 1, group: fp8, seconds: 2}]"
+    settings = config(*APART, failing, "simulator.startup_seconds=3", "cluster.max_queued_requests=1")
+    asked = [(0.0, "full"), (2.0, "full+fp8"), (2.0, "full"), (2.0, "full+fp8"), (2.0, "full")]
+    records = [record(at, [number] * 9, policy=policy) for number, (at, policy) in enumerate(asked)]
+    assert [bool(job.replica) for job in run(records, settings)[0]] == [True, True, True, False, False]
+
+
 def test_a_replica_of_a_group_fails_by_its_name():
     failing = "simulator.failures=[{at: 1, group: fp8, seconds: 2}]"
     settings = config(*APART, failing, "simulator.startup_seconds=3")
