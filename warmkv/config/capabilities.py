@@ -16,6 +16,7 @@ class Needs:
     thinking_budget: bool = False
     prompt_logprobs: bool = False
     resumed_constraint: bool = False  # going on with a constrained answer that another replica began
+    resumed_penalties: bool = False  # going on with an answer whose penalties count what another replica drew
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Capabilities:
     thinking_budget: bool = True
     prompt_logprobs: bool = True
     resumed_constraint: bool = True
+    resumed_penalties: bool = True
     moves_blocks: bool = True  # gives blocks to other replicas of the group, and takes theirs
     keeps_generated: bool = False  # stores blocks of generated tokens, before they are part of a prompt
 
@@ -50,6 +52,7 @@ NAMES = {
     "thinking_budget": "thinking budgets",
     "prompt_logprobs": "prompt_logprobs",
     "resumed_constraint": "the rest of a constrained answer that another replica began",
+    "resumed_penalties": "frequency and presence penalties on what another replica drew",
 }
 """Needs that an engine has or lacks, as a refusal names them."""
 

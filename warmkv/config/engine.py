@@ -109,7 +109,12 @@ class EngineConfig(Section):
         """Return what the engine can do; `storage` is `prefix_cache.storage`, which all of vLLM's cache is in."""
         if self.kind == "warmkv":
             return Capabilities(self.kind)
-        return Capabilities(self.kind, (PolicySpec(storage=storage).label,), *4 * (False,), keeps_generated=True)
+        return Capabilities(self.kind, (PolicySpec(storage=storage).label,), *5 * (False,), keeps_generated=True)
+
+    @property
+    def has_own_kernels(self) -> bool:
+        """Return True if it computes with warmkv's kernels, and on one GPU."""
+        return self.kind == "warmkv"
 
     @property
     def records(self) -> bool:

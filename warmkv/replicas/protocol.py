@@ -122,8 +122,14 @@ class GenerateRequest:
     def needs(self) -> Needs:
         """Return what the replica that computes it must be able to do."""
         sampling = self.sampling
-        resumes = bool(self.resume) and sampling.constraint is not None
-        return Needs(self.policy, sampling.thinking is not None, sampling.prompt_logprobs is not None, resumes)
+        resumes = bool(self.resume)
+        return Needs(
+            self.policy,
+            sampling.thinking is not None,
+            sampling.prompt_logprobs is not None,
+            resumed_constraint=resumes and sampling.constraint is not None,
+            resumed_penalties=resumes and bool(sampling.frequency_penalty or sampling.presence_penalty),
+        )
 
 
 @dataclass(frozen=True, slots=True)

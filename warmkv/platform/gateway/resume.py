@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from warmkv.config import GatewayConfig, RoutingConfig
+from warmkv.config import GatewayConfig, Needs, RoutingConfig
 from warmkv.platform.gateway.apis.errors import ReplicaFailedError, RequestFailedError, from_exception, retry_after
 from warmkv.policies.breaker import Outcome, retry_pause
 from warmkv.replicas.protocol import (
@@ -51,7 +51,14 @@ class Attempt:
     others: int = 0  # replicas that it was not sent to yet
     began: Callable[[int], None] = lambda cached: None  # tells the router how many tokens were warm, now it is computed
     ended: Callable[[Outcome], None] = lambda outcome: None  # tells the router how it ended
+    loses_penalties: bool = False  # it may go where those on what was drawn are lost
     take: Callable[[Delta], bool] = lambda delta: False  # of text: whether it was passed on at once
+
+    @property
+    def needs(self) -> Needs:
+        """Return what a replica must be able to do for it."""
+        needs = self.request.needs
+        return replace(needs, resumed_penalties=False) if self.loses_penalties else needs
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +135,7 @@ async def resumed(
     A replica that fails is replaced by another, up to `gateway.retries` times; `retried` hears whether the answer had
     begun ("streaming") or not ("waiting"). One that is full is passed over ("full") as long as there are others. What
     is the request's own fault is not tried again. An answer that no replica goes on with is computed from its start
-    where `sink` can `restart`.
+    where `sink` can `restart`; else it goes on without the penalties on what was drawn, if that is all that is lacking.
     Raises what the last replica raised, ReplicaFailedError where it raised nothing; if all are full, the
     QueueFullError of the one that expects to have room first; TimeoutError at the `deadline`, a time of the loop.
     """
@@ -146,13 +153,13 @@ async def resumed(
         return True
 
     attempts: tuple[Attempt, ...] = ()
-    failed = 0
+    failed, loses_penalties = 0, False
     full: list[Exception] = []
     while True:
         sent = request
         if attempts:  # under another name: a replica may still know the one before
             sent = replace(request, id=f"{request.id}~{len(attempts)}", resume=tuple(progress.output_ids))
-        attempt = Attempt(sent, attempts, routing, take=take)
+        attempt = Attempt(sent, attempts, routing, loses_penalties=loses_penalties, take=take)
         progress.begin()
         if sink is not None and not started:
             sink.prompt_logprobs.clear()
@@ -180,10 +187,13 @@ async def resumed(
         except Exception as error:
             attempts += (attempt,)
             if isinstance(error, UnservableRequestError) and sent.resume:  # it was taken, but cannot be gone on with
-                if sink is None or sink.restart is None:
+                if sink is not None and sink.restart is not None:
+                    progress.restart()
+                    sink.restart()
+                elif loses_penalties:
                     raise ReplicaFailedError(str(error)) from error
-                progress.restart()
-                sink.restart()
+                else:
+                    loses_penalties = True
                 continue
             if isinstance(error, QueueFullError):
                 full.append(error)

@@ -69,9 +69,9 @@ class Sender(Watch):
         if self._replies.stopped:
             mailbox.fail(stopping())
             return mailbox
-        attempt.groups = self._everywhere or able(self._groups, attempt.request.needs)
+        attempt.groups = self._everywhere or able(self._groups, attempt.needs)
         if not attempt.groups:
-            mailbox.fail(UnservableRequestError(refusal(self._groups.values(), attempt.request.needs)))
+            mailbox.fail(UnservableRequestError(refusal(self._groups.values(), attempt.needs)))
             return mailbox
         self._line[mailbox] = attempt
         self._serve_line()

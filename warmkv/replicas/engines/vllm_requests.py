@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
 from typing import Any
 
 from warmkv.config import Capabilities
@@ -15,8 +16,11 @@ STRUCTURED = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 
 
 def check(request: GenerateRequest, capabilities: Capabilities, max_context: int, vocabulary: int) -> None:
-    """Raise UnservableRequestError for what vLLM can never compute."""
-    if fault := capabilities.lacks(request.needs):
+    """Raise UnservableRequestError for what vLLM can never compute.
+
+    Penalties on what another replica drew are lost: where that is better than an error the gateway decides.
+    """
+    if fault := capabilities.lacks(replace(request.needs, resumed_penalties=False)):
         raise UnservableRequestError(fault)
     check_tokens(request, vocabulary)
     prompt, new = len(request.token_ids), request.sampling.max_tokens
@@ -30,7 +34,8 @@ def sampling_fields(request: GenerateRequest, eos_ids: Collection[int]) -> dict[
     """Return fields of vLLM's SamplingParams, but for structured outputs.
 
     What ends the answer is given as stop tokens: vLLM reports which one it was. Text and stop strings are warmkv's own.
-    Tokens that another replica drew are part of the prompt: the seed stands for other draws behind them.
+    Tokens that another replica drew are part of the prompt: the seed stands for other draws behind them, and frequency
+    and presence penalties do not count them.
     """
     sampling, drawn = request.sampling, len(request.resume)
     return {

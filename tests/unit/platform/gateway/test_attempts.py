@@ -26,6 +26,7 @@ from warmkv.replicas.protocol import (
     Event,
     Failed,
     Finished,
+    GenerateRequest,
     UnservableRequestError,
 )
 
@@ -66,25 +67,22 @@ async def dies(attempt: Attempt, text: str) -> AsyncGenerator[Event]:
         yield event
 
 
-@pytest.mark.parametrize("restarts", [True, False])
-def test_a_constrained_answer_begins_anew_on_vllm_or_ends_with_the_replica_s_error(restarts):
-    async def scenario() -> None:
+def over_vllm(asked: GenerateRequest, sink: Sink, attempts: list[Attempt]) -> list[Event]:
+    """Answer a request over a replica of vLLM, after one that has died behind an "x"."""
+
+    async def scenario() -> list[Event]:
         config = load(flags=["engine.kind=vllm"], environ={})
-        cluster, texts = Cluster(1, config), list[str]()
-        sink = Sink(lambda delta: texts.append(delta.text), texts.clear if restarts else None)
-        asked = make_request(prompt(4))
-        asked = replace(asked, sampling=replace(asked.sampling, constraint=Constraint("regex", "a+")))
+        cluster, events = Cluster(1, config), list[Event]()
 
         def send(attempt: Attempt) -> Events:
+            attempts.append(attempt)
             return cluster.sender.send(attempt) if attempt.given_up else dies(attempt, "x")
 
-        async def answered() -> list[Event]:
-            events = []
+        async def answered() -> None:
             async for event in resumed(asked, send, config.gateway, print, sink=sink):
                 events.append(event)
-                if isinstance(event, Delta):
-                    texts.append(event.text)
-            return events
+                if isinstance(event, Delta) and sink.take is not None:  # it came while nobody took it
+                    sink.take(event)
 
         answer = asyncio.create_task(answered())
         while not answer.done():
@@ -92,17 +90,44 @@ def test_a_constrained_answer_begins_anew_on_vllm_or_ends_with_the_replica_s_err
                 replica.deliver(1 << 20)
                 replica.step(9)
             await asyncio.sleep(0)
-        if restarts:
-            assert (await answer)[-1] == Finished("end", 4)
-            assert texts == ["".join(map(chr, asked.token_ids))]
-            assert sink.progress is not None
-            assert sink.progress.output_ids == list(asked.token_ids)
-        else:
-            with pytest.raises(ReplicaFailedError, match="the rest of a constrained answer"):
-                await answer
         cluster.replies.close()
+        await answer
+        return events
 
-    clocks.run(scenario(), SkippingLoop)
+    return clocks.run(scenario(), SkippingLoop)
+
+
+def asked_of_vllm(**sampling: Any) -> GenerateRequest:
+    asked = make_request(prompt(4))
+    return replace(asked, sampling=replace(asked.sampling, **sampling))
+
+
+LOST: list[dict[str, Any]] = [{"constraint": Constraint("regex", "a+")}, {"presence_penalty": 1.0}]
+
+
+@pytest.mark.parametrize("sampling", LOST, ids=["constraint", "penalty"])
+def test_what_vllm_cannot_go_on_with_begins_anew_while_its_client_has_nothing(sampling):
+    asked, texts, attempts = asked_of_vllm(**sampling), list[str](), list[Attempt]()
+    sink = Sink(lambda delta: texts.append(delta.text), texts.clear)
+    assert over_vllm(asked, sink, attempts)[-1] == Finished("end", 4)
+    assert texts == ["".join(map(chr, asked.token_ids))]
+    assert sink.progress is not None
+    assert sink.progress.output_ids == list(asked.token_ids)
+    assert [len(attempt.request.resume) for attempt in attempts] == [0, 5, 0]
+
+
+def test_a_constrained_answer_that_its_client_has_a_part_of_ends_with_the_replica_s_error():
+    asked = asked_of_vllm(constraint=Constraint("regex", "a+"), presence_penalty=1.0)
+    with pytest.raises(ReplicaFailedError, match="the rest of a constrained answer"):
+        over_vllm(asked, Sink(lambda delta: None), [])
+
+
+def test_an_answer_that_its_client_has_a_part_of_goes_on_on_vllm_without_penalties_on_it():
+    asked, texts, attempts = asked_of_vllm(frequency_penalty=1.0), list[str](), list[Attempt]()
+    sink = Sink(lambda delta: texts.append(delta.text))
+    assert over_vllm(asked, sink, attempts)[-1] == Finished("end", 4)
+    assert "".join(texts) == "x" + "".join(map(chr, asked.token_ids[1:]))
+    assert [len(attempt.request.resume) for attempt in attempts] == [0, 5, 5]
 
 
 class Dying(Scripted):
