@@ -21,8 +21,6 @@ from warmkv.faults import UserError
 if TYPE_CHECKING:
     import torch
 
-    from warmkv.policies.memory_plan import MemoryPlan
-    from warmkv.replicas.engines.vllm_start import Model
     from warmkv.replicas.loading.load import LoadedModel
 
 State = Literal["ok", "missing", "failed"]
@@ -270,7 +268,7 @@ def _examine_model(config: Config, say: Callable[[str], None]) -> Iterator[Docto
 def _examine_vllm(config: Config, device: torch.device) -> Iterator[DoctorFinding]:
     """Look at the model's sizes and the memory plan, as a replica does before it starts vLLM, which loads the model."""
     from warmkv.replicas import device_memory
-    from warmkv.replicas.engines.vllm_start import read_model
+    from warmkv.replicas.engines.vllm_start import plan_memory, read_model
 
     try:
         model = read_model(config)
@@ -280,21 +278,11 @@ def _examine_vllm(config: Config, device: torch.device) -> Iterator[DoctorFindin
     layers, context = model.sizes.shape.layers, model.max_context
     yield DoctorFinding("model", "ok", f"{config.model.path}: {layers} layers, context {context:,} tokens; for vLLM")
     try:
-        plan = _plan_vllm(config, model, device_memory.share_of(config.cluster, config.most_replicas, device))
-        plan.check()
+        plan, misfit = plan_memory(config, model, device_memory.share_of(config.cluster, config.most_replicas, device))
     except UserError as error:
         yield DoctorFinding("memory plan", "failed", str(error))
         return
-    yield DoctorFinding("memory plan", "ok", plan.summary)
-
-
-def _plan_vllm(config: Config, model: Model, share: float) -> MemoryPlan:
-    """Plan a replica that starts vLLM, from the model's sizes."""
-    from warmkv.policies import memory_plan
-    from warmkv.replicas import device_memory
-
-    memory = device_memory.read(model.device, share)
-    return memory_plan.plan(memory, model.sizes, config.engine, config.prefix_cache, model.max_context)
+    yield DoctorFinding("memory plan", "missing" if misfit else "ok", misfit or plan.summary)
 
 
 def _examine_group_plans(
@@ -302,18 +290,18 @@ def _examine_group_plans(
 ) -> Iterator[DoctorFinding]:
     """Plan the memory of a replica of each group. `model` is that of the settings, where it was loaded."""
     from warmkv.replicas import device_memory
-    from warmkv.replicas.engines.vllm_start import read_model
+    from warmkv.replicas.engines.vllm_start import plan_memory, read_model
     from warmkv.replicas.loading.load import load_model, resolve_device
 
     def planned(group: Config) -> str:
         device = resolve_device(group.model.device)
         share = device_memory.share_of(group.cluster, config.most_replicas, device)
         if group.engine.kind == "vllm":
-            plan = _plan_vllm(group, read_model(group), share)
-        else:
-            device_memory.check_before_loading(group, share)
-            loaded = model if model is not None and model.device == device else load_model(group.model)
-            plan = device_memory.plan_replica(loaded, group.engine, group.prefix_cache, share)
+            plan, misfit = plan_memory(group, read_model(group), share)
+            return misfit or plan.summary
+        device_memory.check_before_loading(group, share)
+        loaded = model if model is not None and model.device == device else load_model(group.model)
+        plan = device_memory.plan_replica(loaded, group.engine, group.prefix_cache, share)
         plan.check()
         return plan.summary
 

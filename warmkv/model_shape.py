@@ -110,6 +110,11 @@ def figures(path: Path) -> dict[str, int]:
     return _taken(path, _all)
 
 
+def vocabulary(path: Path) -> int:
+    """Return the tokens that a model knows. Raises ModelShapeError."""
+    return _taken(path, lambda config: {"vocabulary": config["vocab_size"]})["vocabulary"]
+
+
 def _taken(path: Path, take: Any) -> dict[str, int]:
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -131,10 +136,13 @@ def _kv(config: dict[str, Any]) -> dict[str, int]:
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPE_BYTES)}")
+    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
+    if rank := config.get("kv_lora_rank"):  # MLA keeps one vector for keys and values, which stands for half of each
+        kv_heads, head_dim = 1, -(-(rank + config["qk_rope_head_dim"]) // 2)
     return {
         "layers": config["num_hidden_layers"],
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim or config["hidden_size"] // heads,
         "dtype_bytes": _DTYPE_BYTES[dtype],
     }
 

@@ -74,7 +74,7 @@ class DeviceMemory:
     name: str
     total: int  # of a machine: what is free
     hard: int  # that nothing can exceed
-    share: float = 1.0  # of one replica
+    share: float = 1.0  # of one replica; above 1 it has several like this
     taken: int = 0  # of that share, by others or by the driver
 
 
@@ -198,29 +198,28 @@ def plan(
 ) -> MemoryPlan:
     """Plan the memory of a replica that serves contexts of up to `max_context` tokens.
 
+    vLLM has kernels of its own, so on GPUs nothing is planned for those of warmkv.
     `attention_token_bytes` is what computing the attention of a chunk takes for each token before it, where that was
     measured. The plan may not fit: see `MemoryPlan.check`.
     """
     on_gpu, shape = memory.kind == "gpu", sizes.shape
+    own = engine.has_own_kernels or not on_gpu
     given = given_by(memory, engine)
     fixed = _fixed(memory, sizes, engine, cache)
     room = given.bytes - sum(line.bytes for line in fixed)
     if not on_gpu:  # estimates leave slots and prefixes as much as they would have of a machine without a limit
         certain = given.bytes - sum(line.bytes for line in fixed if line.certain)
         room = max(room, min(certain, int(MACHINE_SHARE * given.bytes)))
-    token = attention_bytes(sizes, engine.tokens_per_step(on_gpu=on_gpu))
+    token = attention_bytes(sizes, engine.tokens_per_step(on_gpu=on_gpu)) if own else 0.0
     if attention_token_bytes is not None:
         token = max(attention_token_bytes, _scoring_bytes(shape))
     kv, stored = _limits(memory, shape, engine, cache, room, token, max_context)
     prompt = min(max_context, kv.bytes // shape.token_bytes)
-    lines = [
-        *fixed,
-        Line(
-            "attention",
-            math.ceil(token * prompt),
-            f"{'estimated' if attention_token_bytes is None else 'measured'} for a chunk at {prompt:,} tokens",
-            on_gpu,
-        ),
+    lines = list(fixed)
+    if own:
+        how = "estimated" if attention_token_bytes is None else "measured"
+        lines.append(Line("attention", math.ceil(token * prompt), f"{how} for a chunk at {prompt:,} tokens", on_gpu))
+    lines += [
         Line("slots", kv.bytes, f"engine.kv_bytes{', auto' * kv.auto}"),
         Line("prefixes", stored.bytes, f"prefix_cache.memory_bytes{', auto' * stored.auto}"),
     ]
@@ -265,10 +264,10 @@ def _fixed(memory: DeviceMemory, sizes: ModelSizes, engine: EngineConfig, cache:
             activation_bytes(sizes, step_tokens, engine.max_slots),
             f"estimated for {step_tokens} tokens at a time (engine.step_tokens) and the logits of "
             f"{engine.max_slots} sequences (engine.max_slots)",
-            on_gpu,
+            on_gpu and engine.has_own_kernels,
         ),
     ]
-    if on_gpu and engine.records:
+    if on_gpu and engine.records and engine.has_own_kernels:
         graphs = graph_bytes(sizes, engine.max_slots)
         lines.append(Line("graphs", graphs, f"estimated for {MOST_RECORDED} decode steps that are recorded"))
     if memory.taken:

@@ -90,11 +90,14 @@ def check_before_loading(config: Config, share: float) -> None:
 
 
 def gpu_memory(device: torch.device, share: float) -> DeviceMemory:
-    """Read a GPU. What others hold of it counts where the replica has it for itself; sharers keep to their shares."""
+    """Read a GPU, which stands for all where a replica has several.
+
+    What others hold of it counts where the replica has it for itself; sharers keep to their shares.
+    """
     free, total = torch.cuda.mem_get_info(device)
     taken = CUDA_CONTEXT_BYTES
-    if share == 1:
-        taken = max(0, total - free - torch.cuda.memory_reserved(device))
+    if share >= 1:
+        taken = int(share) * max(0, total - free - torch.cuda.memory_reserved(device))
     return DeviceMemory("gpu", torch.cuda.get_device_name(device), total, total, share, taken)
 
 
@@ -153,7 +156,7 @@ def share_here(config: Config, replicas: int, node: str) -> float:
 
 
 def share_of(cluster: ClusterConfig, replicas: int, device: torch.device, node_cpus: float | None = None) -> float:
-    """Return the share of its device, or of its node's memory, that a replica of so many has.
+    """Return the share of its device, or of its node's memory, that a replica of so many has: the number of its GPUs.
 
     `node_cpus` are those that Ray gives out on the node: no more replicas come there than have room on them.
     """
@@ -161,7 +164,7 @@ def share_of(cluster: ClusterConfig, replicas: int, device: torch.device, node_c
     if node_cpus is not None and cluster.cpus_per_replica > 0:
         beside = max(1, min(beside, int(node_cpus / cluster.cpus_per_replica)))
     if device.type == "cuda" and cluster.gpus_per_replica > 0:
-        return min(1.0, cluster.gpus_per_replica)
+        return cluster.gpus_per_replica
     return 1 / beside
 
 
@@ -179,8 +182,15 @@ def sizes_of(model: LoadedModel) -> ModelSizes:
 
 
 def stored_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int | None:
-    """Return what the weights in a model's folder take in a dtype; None where its files do not tell."""
-    folder = Path(model_path(config))
+    """Return what the weights of a model take in a dtype; None where no files tell, as of a hub name."""
+    return weight_bytes(Path(model_path(config)), dtype)
+
+
+def weight_bytes(folder: Path, dtype: torch.dtype) -> int | None:
+    """Return what the weights in a folder take in a dtype; None where its files do not tell.
+
+    Quantised ones are taken as they are stored: in the engine they take as much at least.
+    """
     try:
         described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         index = folder / "model.safetensors.index.json"
@@ -190,8 +200,10 @@ def stored_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int | None:
             size = (folder / "model.safetensors").stat().st_size
     except (OSError, ValueError, KeyError, TypeError):  # a hub name, another format: loading it will tell
         return None
+    if "quantization_config" in described:
+        return size
     stored = getattr(torch, str(described.get("dtype") or described.get("torch_dtype") or "float32"), None)
-    if "quantization_config" in described or not isinstance(stored, torch.dtype):
+    if not isinstance(stored, torch.dtype):
         return None
     return size * dtype.itemsize // stored.itemsize
 

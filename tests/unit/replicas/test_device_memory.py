@@ -98,7 +98,7 @@ def test_a_machine_without_proc_tells_its_size(tmp_path):
         (("cluster.replicas=4", "cluster.cpus_per_replica=0"), "cpu", 2.0, 0.25),
         (("cluster.autoscaling={max_replicas: 8}",), "cpu", 64.0, 0.125),
         (("cluster.replicas=4", "cluster.gpus_per_replica=0.5"), "cuda", 8.0, 0.5),
-        (("cluster.replicas=4", "cluster.gpus_per_replica=2"), "cuda", 8.0, 1.0),
+        (("cluster.replicas=4", "cluster.gpus_per_replica=2"), "cuda", 8.0, 2.0),
         (("cluster.replicas=2",), "cuda", 8.0, 0.5),  # all on the first GPU
         (("cluster.groups={other: {cluster: {replicas: 3}}}",), "cpu", None, 0.25),
     ],
@@ -113,9 +113,10 @@ def test_a_gpu_of_its_own_counts_what_others_hold(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
-    alone, shared = (device_memory.read(torch.device("cuda"), share) for share in (1.0, 0.5))
+    alone, shared, two = (device_memory.read(torch.device("cuda"), share) for share in (1.0, 0.5, 2.0))
     assert (alone.kind, alone.total, alone.taken) == ("gpu", total, 20 * GIB)
     assert shared.taken < GIB  # the other replica has a share of its own
+    assert (two.total, two.share, two.taken) == (total, 2.0, 40 * GIB)
 
 
 def test_a_prompt_of_100_000_tokens_is_admitted_by_an_8b_model_on_80_gb(models):
@@ -183,9 +184,11 @@ def test_files_that_do_not_tell_the_weights_stop_nothing(tmp_path):
         return device_memory.stored_weight_bytes(load(flags=[f"model.path={path}"], environ={}).model, torch.float32)
 
     assert stored("some/hub-name") is None
-    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "quantization_config": {}}))
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1000}}))
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
     assert stored(tmp_path) is None
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1000}}))
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "quantization_config": {}}))
+    assert stored(tmp_path) == 1000  # as they are
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
     assert stored(tmp_path) == 2000
 

@@ -53,8 +53,10 @@ def plan_in_pod(config: Config, model: ModelShape, limit: int, replicas: int, st
 
 
 def plan_on_gpu(config: Config, model: ModelShape, gpu: Gpu) -> MemoryPlan:
-    """Plan a replica on a GPU of the catalogue, or on its share of one."""
-    total, share = int(gpu.memory), min(1.0, config.cluster.gpus_per_replica or 1.0)
+    """Plan a replica on a GPU of the catalogue, or on its share of one; of vLLM on all that it has."""
+    total, share = int(gpu.memory), config.cluster.gpus_per_replica or 1.0
+    if config.engine.has_own_kernels:
+        share = min(1.0, share)
     return plan_replica(config, model, DeviceMemory("gpu", gpu.name, total, total, share, CUDA_CONTEXT_BYTES))
 
 

@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher
 
 from warmkv.config import Config, ConfigError, EngineConfig
-from warmkv.policies import batching, memory_plan
+from warmkv.policies import batching
 from warmkv.policies.contents import Contents
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas import device_memory
 from warmkv.replicas.background import Background
 from warmkv.replicas.block_store.presence import Publish
 from warmkv.replicas.completions import Completions
@@ -35,7 +34,7 @@ from warmkv.replicas.engines.interface import Parts, Place
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.engines.orphans import children_end_with_this_process, settled
 from warmkv.replicas.engines.vllm_requests import check, failure, generate
-from warmkv.replicas.engines.vllm_start import TOPIC, Model, Steps, endpoint, read_model, start_llm
+from warmkv.replicas.engines.vllm_start import TOPIC, Model, Steps, endpoint, plan_memory, read_model, start_llm
 from warmkv.replicas.engines.zmq_events import batches, replayed
 from warmkv.replicas.protocol import (
     LEAST_LOGPROB,
@@ -60,10 +59,10 @@ EXPIRE_SECONDS = 0.5  # between two looks at TTLs
 def build(config: Config, tokenizer: Any, place: Place, publish: Publish, say: Callable[[str], None]) -> Parts:
     """Start vLLM's engine core with the model. Raises where it cannot start; `say` is told what is next."""
     model = read_model(config)
-    cache, memory = config.prefix_cache, device_memory.read(model.device, place.share)
-    plan = memory_plan.plan(memory, model.sizes, config.engine, cache, model.max_context)
+    cache, (plan, misfit) = config.prefix_cache, plan_memory(config, model, place.share)
     log.info(plan.summary)
-    plan.check()
+    if misfit:
+        log.warning(misfit)
     folder = Path(tempfile.mkdtemp(prefix="warmkv-kv-events-"))
     say("starting vLLM")
     steps, watcher = Steps(time.monotonic), children_end_with_this_process()

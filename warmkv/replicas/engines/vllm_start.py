@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 
 from warmkv.config import Config, ConfigError
 from warmkv.config.engine import VLLM_STORAGES
-from warmkv.model_shape import ModelShape
-from warmkv.policies.memory_plan import MemoryPlan, ModelSizes
+from warmkv.model_shape import ModelShape, ModelShapeError, figures, kv_figures, vocabulary
+from warmkv.policies import memory_plan
+from warmkv.policies.memory_plan import MemoryPlan, MemoryPlanError, ModelSizes
 from warmkv.policies.tiers import weight
+from warmkv.replicas import device_memory
 from warmkv.replicas.loading.load import fetch, resolve_device, resolve_dtype
 from warmkv.replicas.loading.tokenizer import load_max_context
 
@@ -68,11 +70,47 @@ def read_model(config: Config) -> Model:
         folder,
         device,
         dtype,
-        ModelSizes.of(ModelShape.model_validate({"path": folder}), dtype.itemsize),
+        _sizes(folder, dtype),
         wanted or most,
         frozenset([eos] if isinstance(eos, int) else eos or ()),
         config.prefix_cache.storage,
     )
+
+
+def _sizes(folder: Path, dtype: torch.dtype) -> ModelSizes:
+    """Return a model's sizes, its weights by its files where they tell.
+
+    Of an architecture that is not counted here (`model_shape`) they are the KV cache and the vocabulary: that is what
+    limits and bills go by. Raises ModelShapeError where these are not known.
+    """
+    try:
+        sizes = ModelSizes.of(ModelShape.model_validate(figures(folder)), dtype.itemsize)
+    except ModelShapeError:
+        cache = ModelShape.model_validate(kv_figures(folder))
+        sizes = replace(ModelSizes.of(cache, dtype.itemsize), vocabulary=vocabulary(folder))
+    weights = device_memory.weight_bytes(folder, dtype)
+    return sizes if weights is None else replace(sizes, weights=weights)
+
+
+def plan_memory(config: Config, model: Model, share: float) -> tuple[MemoryPlan, str]:
+    """Plan the memory of a replica that has a share of its device, or several GPUs, over which vLLM spreads all of it.
+
+    Return the plan, and what does not fit where vLLM measures for itself. Raises MemoryPlanError where it does not.
+    """
+    memory = device_memory.read(model.device, share)
+    plan = memory_plan.plan(memory, model.sizes, config.engine, config.prefix_cache, model.max_context)
+    try:
+        plan.check()
+    except MemoryPlanError as error:
+        if not _measures(plan, model.device):
+            raise
+        return plan, f"{error}. vLLM measures what it needs, and refuses by itself"
+    return plan, ""
+
+
+def _measures(plan: MemoryPlan, device: torch.device) -> bool:
+    """Return True if vLLM takes for its cache what it measures to be left on its GPUs."""
+    return device.type == "cuda" and plan.kv.auto and (plan.stored.auto or not plan.stored.bytes)
 
 
 def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, folder: Path, steps: Steps) -> Any:
@@ -90,7 +128,6 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    auto = on_gpu and plan.kv.auto and plan.stored.auto
     arguments = AsyncEngineArgs(
         model=str(model.folder),
         dtype=str(model.dtype).removeprefix("torch."),
@@ -105,7 +142,7 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
         tensor_parallel_size=max(1, int(cluster.gpus_per_replica)),
         gpu_memory_utilization=engine.memory_fraction * min(1.0, cluster.gpus_per_replica or 1.0),
         kv_cache_dtype=VLLM_STORAGES[model.storage],
-        kv_cache_memory_bytes=None if auto else plan.kv.bytes + plan.stored.bytes,
+        kv_cache_memory_bytes=None if _measures(plan, model.device) else plan.kv.bytes + plan.stored.bytes,
         structured_outputs_config=StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
         disable_log_stats=True,
         worker_extension_cls="" if on_gpu else CPU_WORKER,

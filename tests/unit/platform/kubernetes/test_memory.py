@@ -53,6 +53,9 @@ def test_a_gpu_is_planned_from_its_data_sheet() -> None:
     assert memory.sizes_of(Config(), LARGE, False).weights == 2 * memory.sizes_of(Config(), LARGE, True).weights
     large = memory.plan_on_gpu(parse({"cluster": {"gpus_per_replica": 1}}), LARGE, h100)
     assert large.needed > large.most
+    several = {kind: {"cluster": {"gpus_per_replica": 4}, "engine": {"kind": kind}} for kind in ("warmkv", "vllm")}
+    own, vllm = (memory.plan_on_gpu(parse(settings), TINY, h100) for settings in several.values())
+    assert (own.given.bytes, vllm.given.bytes) == (int(0.9 * h100.memory), int(4 * 0.9 * h100.memory))
 
 
 def test_host_memory_is_that_of_the_weights_on_their_way_or_of_the_tiers() -> None:

@@ -51,17 +51,16 @@ def test_keeping_warm_is_refused_by_warmkv_s_own_engine_and_above_half_of_vllm_s
         parse({"prefix_cache": {"keep_warm": "1MiB"}})
     model = SimpleNamespace(device=None, sizes=None, max_context=64, token_bytes=10)
     llm = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=100)), shutdown=list)
-    plan = SimpleNamespace(summary="", check=list, to_json=dict)
+    plan = SimpleNamespace(summary="", to_json=dict)
     watcher = SimpleNamespace(kill=list, communicate=list)
     for name, made in (
         ("read_model", model),
+        ("plan_memory", (plan, "")),
         ("start_llm", llm),
         ("children_end_with_this_process", watcher),
         ("settled", None),
     ):
         monkeypatch.setattr(vllm_engine, name, lambda *arguments, made=made: made)
-    monkeypatch.setattr(vllm_engine.device_memory, "read", lambda *arguments: None)
-    monkeypatch.setattr(vllm_engine.memory_plan, "plan", lambda *arguments: plan)
 
     def build(keep_warm: int) -> Parts:
         config = parse({"engine": {"kind": "vllm"}, "prefix_cache": {"keep_warm": keep_warm, "block_size": 32}})
