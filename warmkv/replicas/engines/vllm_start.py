@@ -128,6 +128,8 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    parallel = max(1, int(cluster.gpus_per_replica))
+    cache_bytes = (plan.kv.bytes + plan.stored.bytes) // parallel  # on each GPU
     arguments = AsyncEngineArgs(
         model=str(model.folder),
         dtype=str(model.dtype).removeprefix("torch."),
@@ -139,10 +141,10 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
         enforce_eager=engine.compile == "off" or (engine.compile == "auto" and not on_gpu),
         enable_prefix_caching=config.prefix_cache.enabled,
         block_size=block,
-        tensor_parallel_size=max(1, int(cluster.gpus_per_replica)),
+        tensor_parallel_size=parallel,
         gpu_memory_utilization=engine.memory_fraction * min(1.0, cluster.gpus_per_replica or 1.0),
         kv_cache_dtype=VLLM_STORAGES[model.storage],
-        kv_cache_memory_bytes=None if _measures(plan, model.device) else plan.kv.bytes + plan.stored.bytes,
+        kv_cache_memory_bytes=None if _measures(plan, model.device) else cache_bytes,
         structured_outputs_config=StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True),
         disable_log_stats=True,
         worker_extension_cls="" if on_gpu else CPU_WORKER,

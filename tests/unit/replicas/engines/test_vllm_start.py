@@ -1,7 +1,10 @@
 """What vLLM is started with on GPUs: memory of all of them, models by their files. Without vLLM and GPUs."""
 
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,3 +96,26 @@ def test_a_model_that_does_not_fit_is_left_to_vllm_where_it_measures(on_80_gb):
 def test_of_mla_and_shared_experts_cache_and_vocabulary_are_known(on_80_gb):
     _, model, _ = on_80_gb(DEEPSEEK_V2_LITE, 31_412_968_448, 1)
     assert (model.token_bytes, model.sizes.vocabulary) == (27 * (512 + 64) * 2, 102_400)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "measured"), [({"kv": "8GiB", "stored": "4GiB"}, False), ({"stored": "4GiB"}, False), ({}, True)]
+)
+def test_each_gpu_gets_its_part_of_the_cache(on_80_gb, monkeypatch, sizes, measured):
+    """As `engine.kv_bytes` and `prefix_cache.memory_bytes` are those of a replica."""
+    given: dict[str, Any] = {}
+    modules = {
+        "vllm.config": SimpleNamespace(StructuredOutputsConfig=SimpleNamespace),
+        "vllm.config.kv_events": SimpleNamespace(KVEventsConfig=SimpleNamespace),
+        "vllm.engine.arg_utils": SimpleNamespace(AsyncEngineArgs=given.update),
+        "vllm.v1.engine.async_llm": SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=lambda *_, **__: None)),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("VLLM_NO_USAGE_STATS", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "VLLM_CONFIGURE_LOGGING"):
+        monkeypatch.setenv(name, "1")
+    config, model, share = on_80_gb(LLAMA_70B, 141_107_412_992, 4, **sizes)
+    plan, _ = vllm_start.plan_memory(config, model, share)
+    vllm_start.start_llm(config, model, plan, 1, Path("/gone"), None)  # type: ignore[arg-type]
+    each = None if measured else (plan.kv.bytes + plan.stored.bytes) // 4
+    assert (given["tensor_parallel_size"], given["kv_cache_memory_bytes"]) == (4, each)
