@@ -181,8 +181,8 @@ def note_prompt_logprobs(prompts: Items[Sequence], logits: Tensor, *, row_by_row
 def sample(logits: Tensor, draws: Draws) -> Tensor:
     """Draw the next token of each row of logits [n, vocabulary]; returns int64 [n].
 
-    Rows with temperature 0 take the argmax. The others draw from the top_k most probable tokens (0 is all) within the
-    smallest set whose probability reaches top_p, of which none has less than min_p of the highest probability, by
+    Rows with temperature 0 take the argmax. The others draw, as in vLLM, from the smallest set that has top_p of the
+    probability of the top_k most probable tokens (0 is all), of which none has less than min_p of the highest one's, by
     inverting the cumulative distribution, in the order of the vocabulary, at `uniform` in [0, 1): the draw depends on
     nothing but the row's own logits and number. Sums are in float64, so that no order of adding changes a draw.
     """
@@ -197,7 +197,7 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
     if (branches := draws.branches(size)).bounded:
         mass = torch.where((heat > 0) & (top_p < 1), top_p, ENDLESS)
         most = torch.where((heat > 0) & (top_k > 0), top_k, size).clamp_max(size).long()
-        kept &= _most_probable(probabilities, mass, most, branches)
+        kept &= _most_probable(torch.where(kept, probabilities, 0), mass, most, branches)
     cumulative = torch.where(kept, probabilities, 0).cumsum(dim=-1, dtype=torch.float64)
     reached = torch.where(kept, cumulative, 0)
     beyond = reached > number * reached.amax(dim=-1, keepdim=True)
@@ -207,7 +207,8 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
 def _most_probable(probabilities: Tensor, mass: Tensor, most: Tensor, branches: Branches) -> Tensor:
     """Return which tokens are within the bounds of each row, bool [n, vocabulary]; of equals the first are.
 
-    `mass` [n, 1] is that of top_p or ENDLESS, `most` [n, 1] that of top_k or the vocabulary.
+    `mass` [n, 1] is that of top_p or ENDLESS, `most` [n, 1] that of top_k or the vocabulary;
+    probabilities are 0 where min_p leaves a token out.
     """
     kept, is_short = _within(probabilities, mass, most, branches.candidates)
     if branches.falls_short:
@@ -221,8 +222,11 @@ def _within(probabilities: Tensor, mass: Tensor, most: Tensor, candidates: int) 
     """Select by the sorted probabilities of so many candidates; also bool [n], where these do not reach top_p."""
     device, size = probabilities.device, probabilities.shape[-1]
     values = probabilities.topk(candidates, dim=-1).values
-    before = values.cumsum(dim=-1, dtype=torch.float64) - values
-    within = (before < mass) & (torch.arange(candidates, device=device) < most)
+    reached = values.cumsum(dim=-1, dtype=torch.float64)
+    # top_p is a share of what min_p and top_k leave.
+    of_top_k = reached.gather(-1, most.clamp_max(candidates) - 1)
+    total = torch.where(most < size, of_top_k, probabilities.sum(dim=-1, keepdim=True, dtype=torch.float64))
+    within = (reached - values < mass * total) & (torch.arange(candidates, device=device) < most)
     count = within.sum(dim=-1, keepdim=True).clamp_min(1)
     last = values.gather(-1, count - 1)
     is_whole = (mass == ENDLESS) & (most == size)

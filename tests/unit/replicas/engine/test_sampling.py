@@ -24,14 +24,14 @@ def obvious(logits: list[float], temperature: float, top_p: float, top_k: int, m
         return max(range(len(logits)), key=lambda token: (logits[token], -token))
     top = max(logits)
     weights = {token: math.exp((logit - top) / temperature) for token, logit in enumerate(logits)}
-    total = sum(weights.values())
     ranked = sorted(weights, key=lambda token: (-weights[token], token))
+    left = [token for token in ranked if weights[token] >= min_p][: top_k or None]  # the highest weight is 1
+    total = sum(weights[token] for token in left)
     kept, mass = [], 0.0
-    for rank, token in enumerate(ranked):
-        if rank and ((top_p < 1 and mass >= top_p) or (top_k and rank >= top_k)):
+    for token in left:
+        if kept and top_p < 1 and mass >= top_p:
             break
-        if weights[token] >= min_p:
-            kept.append(token)
+        kept.append(token)
         mass += weights[token] / total
     target, reached = uniform * sum(weights[token] for token in kept), 0.0
     for token in sorted(kept):
@@ -123,6 +123,15 @@ def test_a_vocabulary_is_sorted_only_for_rows_whose_candidates_do_not_reach_top_
         with Sorts() as sorts:
             draw(rows)
         assert sorts.seen == expected
+
+
+@pytest.mark.parametrize("candidates", [2, CANDIDATES])
+@pytest.mark.parametrize(("top_k", "min_p"), [(3, 0.0), (0, 0.3)])
+def test_top_p_is_a_share_of_what_top_k_and_min_p_leave(top_k, min_p, candidates):
+    """Keep two of three tokens: 0.5 of their 0.6 are more than 0.8."""
+    logits = [math.log(share) for share in (0.3, 0.2, 0.1, *[0.01] * 40)]
+    with patch.object(sampling, "CANDIDATES", candidates):
+        assert draw([(logits, 1.0, 0.8, top_k, min_p, uniform) for uniform in (0.0, 0.59, 0.61, 0.999)]) == [0, 0, 1, 1]
 
 
 def test_a_tiny_temperature_is_greedy():
