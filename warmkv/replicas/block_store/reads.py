@@ -75,7 +75,7 @@ def blocks_to_attach(warm: WarmPrefix, size: int, places: Sequence[TierStorage])
 
 
 def copy_blocks(warm: WarmPrefix, keys: Tensor, values: Tensor, dtype: torch.dtype, most: float) -> bool:
-    """Copy the blocks to attach, about `most` bytes of those that the GPU does not hold itself.
+    """Copy the blocks to attach, about `most` bytes of those that the GPU does not hold itself; let go what was read.
 
     Returns True once all are copied.
     """
@@ -83,6 +83,7 @@ def copy_blocks(warm: WarmPrefix, keys: Tensor, values: Tensor, dtype: torch.dty
     assert to_attach is not None
     while to_attach and copied < most:
         span, packed, tier = to_attach.popleft()
+        warm.read.pop(span.key, None)  # its copy takes memory now, which admission has counted once
         tokens = span.end - span.start
         block = unpack(packed.map(lambda part: part.to(keys.device, non_blocking=True)), dtype)
         keys[:, :, span.start : span.end] = block[0, :, :, :tokens]

@@ -8,6 +8,7 @@ import json
 import resource
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -226,6 +227,25 @@ def test_files_that_do_not_come_in_time_are_computed(tmp_path):
     assert not harness.store.ready(warm)
     harness.now += 0.2
     assert harness.store.ready(warm)
+    harness.held.clear()
+    harness.store.release(warm)
+
+
+def test_what_is_read_is_let_go_as_it_is_copied(tmp_path):
+    harness = Harness(tmp_path, memory_bytes=6 * BLOCK * TOKEN, host={"memory_bytes": 0})
+    old = Prompt("a", list(range(24)))
+    harness.write(old, {})
+    harness.write(Prompt("b", list(range(50, 74))), {})
+    harness.run("write", 100)
+    harness.look_up(old, [])
+    harness.run("read", 100)
+    _, warm, _ = harness.held[-1]
+    files = [weakref.ref(packed.parts[0]) for packed in warm.read.values()]
+    held = [len(files)]
+    keys, values = torch.zeros_like(old.kv)
+    while harness.store.attach(warm, keys, values, 1) is None:  # a block at a time
+        held.append(sum(tensor() is not None for tensor in files))
+    assert held == [6, 5, 4, 3, 2, 1]
     harness.held.clear()
     harness.store.release(warm)
 
