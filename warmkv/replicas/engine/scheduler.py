@@ -252,7 +252,7 @@ class Scheduler:
                 return False
         self.admitting = sequence
         roomy = sequence.swapped is not None or sequence.slot_bytes + sequence.workspace_bytes <= free
-        fits = (roomy and self._claim(sequence)) or (self._preempt(sequence, now) and self._claim(sequence))
+        fits = (roomy and self._claim(sequence)) or (self._preempt(sequence, now, free) and self._claim(sequence))
         self.admitting = None
         return fits
 
@@ -271,11 +271,11 @@ class Scheduler:
             return True
         return False
 
-    def _preempt(self, sequence: Sequence, now: float) -> bool:
-        """Preempt a sequence for a request that has waited long enough; return True if one was.
+    def _preempt(self, sequence: Sequence, now: float, free: int) -> bool:
+        """Preempt sequences for a request that has waited long enough: as many as make it fit, or none.
 
-        It is the youngest of the tenant that holds most, if that is more than the waiting tenant would hold: two
-        tenants never preempt each other in turn. Every policy resumes, for its slot is copied as it is.
+        They are the youngest of the tenant that holds most. It is left with no less than the waiting tenant then holds,
+        so two tenants never preempt each other in turn. Every policy resumes, for its slot is copied as it is.
         """
         patience, tenant = self.config.preempt_seconds, sequence.request.tenant
         if patience is None or now - sequence.queued < patience or not self.decoding:
@@ -284,19 +284,28 @@ class Scheduler:
         for slot, other in self.decoding.items():
             held[other.request.tenant] = held.get(other.request.tenant, 0) + slot.resident_bytes
         needed = sequence.swapped.slot_bytes if sequence.swapped else sequence.slot_bytes
+        lacking = needed + (0 if sequence.swapped else sequence.workspace_bytes) - free
         greedy = max(held, key=lambda name: held[name])
-        room = self.config.parked_bytes - sum(s.swapped.host_bytes for s in self.waiting if s.swapped)
-        for slot, victim in reversed(self.decoding.items()):
-            if victim.request.tenant == greedy and slot.resident_bytes <= room:
-                if greedy == tenant or held[greedy] - slot.resident_bytes < held.get(tenant, 0) + needed:
-                    return False
-                victim.swapped, victim.slot = self.pool.swap_out(slot), None
-                del self.decoding[slot]
-                victim.queued = now
-                self.waiting.push(victim, greedy, 0, behind_next=True)  # its work was counted when it came
-                self.preempted += 1
-                return True
-        return False
+        parked = sum(s.swapped.host_bytes for s in self.waiting if s.swapped)
+        most = min(self.config.parked_bytes - parked, held[greedy] - held.get(tenant, 0) - needed)  # none of its own
+        victims: list[Slot] = []
+        for slot, other in reversed(self.decoding.items()):
+            if other.request.tenant == greedy and slot.resident_bytes <= most:
+                victims.append(slot)
+                most -= slot.resident_bytes
+                lacking -= slot.resident_bytes
+                if lacking <= 0:
+                    break
+        if lacking > 0 or not victims:
+            return False
+        for slot in reversed(victims):  # who is older resumes first
+            victim = self.decoding[slot]
+            victim.swapped, victim.slot = self.pool.swap_out(slot), None
+            del self.decoding[slot]
+            victim.queued = now
+            self.waiting.push(victim, greedy, 0, behind_next=True)  # its work was counted when it came
+            self.preempted += 1
+        return True
 
     def begin_decoding(self, sequence: Sequence) -> None:
         """Let a sequence whose prompt is computed decode in its slot, if it has one."""

@@ -9,6 +9,8 @@ import pytest
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.engine.test_engine import prompt
 from tests.unit.replicas.engine.test_matrix import POLICIES
+from warmkv.policies.slot_sizes import slot_bytes, workspace_bytes
+from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import GenerateRequest
 
@@ -98,6 +100,25 @@ def test_one_is_set_aside_after_a_while_within_the_limit_of_bytes_unless_that_is
     crowd(driver, [of("greedy", seed, new=80) for seed in range(5)])
     driver.run(of("modest", 9))
     assert driver.engine.stats().preempted == expected
+
+
+@pytest.mark.parametrize(("parked", "expected"), [(2, 0), (100, 3)])
+def test_as_many_as_a_request_needs_are_set_aside_once_or_none(models, parked, expected):
+    """One of nine slots is free, and the prompt needs more than three with its workspace."""
+    shape, spec = models["llama"].kv_shape, PolicySpec()
+    slot = slot_bytes(spec, shape, 50, 80)
+    assert 3 * slot < slot_bytes(spec, shape, 240, 6) + workspace_bytes(spec, shape, 240) <= 4 * slot
+    greedy, modest = [of("greedy", seed, new=80) for seed in range(8)], of("modest", 9, new=6, length=240)
+    tokens = undisturbed(models["llama"], [*greedy, modest])
+    settings = {"max_slots": 12, "step_tokens": 64, "kv_bytes": 9 * slot, "parked_bytes": parked * slot}
+    driver = busy(models["llama"], **settings)
+    crowd(driver, greedy)
+    driver.submit(modest)
+    for _ in range(40):
+        driver.engine.step()
+    assert driver.engine.stats().preempted == expected
+    driver.run()
+    assert [driver.tokens(request.id) for request in [*greedy, modest]] == tokens
 
 
 @pytest.mark.parametrize("tenants", [["greedy"] * 6, ["one", "two", "three", "four", "five", "six"]])
