@@ -9,9 +9,10 @@ and the simulator run this same code.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 OLDEST_SHARE = 4
 """One in so many tokens that a step has for prompts goes to the prompt that was admitted first."""
@@ -102,16 +103,34 @@ def _first_share(budget: int, lacking: int, work: float) -> int:
     return min(lacking, budget, max(1, int(max(1, budget // OLDEST_SHARE) / work)))
 
 
-def shares_prefix(hashes: Sequence[bytes], resident: int, computing: Iterable[Sequence[bytes]]) -> bool:
-    """Return True if a prompt that is being computed has the first block that is not resident of another prompt.
+class WaitingPrompt(NamedTuple):
+    """Describe a queued prompt, as far as that decides for which others it waits."""
 
-    Then that one waits and finds it warm, rather than compute it a second time. Hashes are chained: where one is
-    equal, so are those before it. `resident` counts the leading blocks that are stored.
+    tokens: int
+    resident: int  # leading blocks that are stored
+    reusable: int  # tokens that need not be computed where they are stored
+
+
+def common_blocks(hashes: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """Count the leading blocks that two prompts share. Hashes are chained: where one is equal, so are those before."""
+    return bisect_left(range(min(len(hashes), len(other))), True, key=lambda at: hashes[at] != other[at])
+
+
+def waits_for(prompt: WaitingPrompt, lacking: int, common: int, size: int, sums: Sequence[int] | None = None) -> bool:
+    """Return True if a prompt waits for one that is being computed and lacks `lacking` tokens, to find its blocks warm.
+
+    The other will leave `common` leading blocks of both, of `size` tokens. `sums` are the positions up to which it
+    leaves column sums, if the prompt's policy goes on only from these.
+
+    Of the tokens that the prompt lacks, `own`, `shared` are then saved. If it waits, the other ends after `lacking`
+    tokens and it after `lacking + own - shared`; else, as the shorter, it ends after `own` and the other after both. It
+    waits where that is no later in sum. So it waits for any that lacks no more than itself, which goes first anyway.
     """
-    if resident >= len(hashes):
-        return False
-    lacking = hashes[resident]
-    return any(resident < len(other) and other[resident] == lacking for other in computing)
+    warm, found = min(prompt.resident * size, prompt.reusable), min(common * size, prompt.reusable)
+    if sums is not None:
+        found = max((at for at in sums if at <= found and at % size == 0), default=0)
+    own, shared = prompt.tokens - warm, found - warm
+    return shared > 0 and lacking <= own + shared
 
 
 def next_prompt(

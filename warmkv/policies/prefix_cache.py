@@ -16,7 +16,7 @@ from warmkv.config import PrefixCacheConfig
 from warmkv.policies.prefix_tree.held import Change
 from warmkv.policies.prefix_tree.radix import RadixTree
 from warmkv.policies.prefix_tree.tree import Path, Reading
-from warmkv.policies.tiers import Tier
+from warmkv.policies.tiers import Tier, most_blocks
 from warmkv.prefixes.record import Candidate, Mark
 
 
@@ -148,6 +148,12 @@ class PrefixCache:
             if path and tree.store(path, ttl, now, tenant):
                 tree.mark(path[-1], ttl, now if begun is None else begun)
         return tree.changes()
+
+    def leaves(self, blocks: int, marks: Sequence[Mark], size: int, lifetimes: Lifetimes | None = None) -> int:
+        """Count those of a prompt's leading full blocks that are stored once it is computed."""
+        stored = (lifetimes or self._lifetimes).stored_blocks(marks, blocks, size)
+        tiers = [space.tier for space in self.tree.spaces]
+        return min(blocks, stored, most_blocks(tiers, size * self._token_bytes, size))
 
     def keep(self, chain: Sequence[bytes], size: int, ttl: float, now: float, tenant: str) -> list[Change]:
         """Keep a chain of full blocks that no request has written."""

@@ -7,7 +7,7 @@ the chain before it; what has expired goes nowhere. What is read is stored again
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from warmkv.config import BlockStorage, PrefixCacheConfig
@@ -51,6 +51,11 @@ def tiers_of(config: PrefixCacheConfig, shape: KVShape) -> list[Tier]:
             weigh = weight(below.storage, shape, extra)
             tiers.append(Tier(name, int(below.memory_bytes), order, below.storage, weigh))
     return tiers
+
+
+def most_blocks(tiers: Iterable[Tier], plain: int, tokens: int) -> int:
+    """Return the blocks, of so many tokens and plain bytes, of the longest chain that some tier can hold."""
+    return max((tier.capacity // tier.weigh(plain, tokens) for tier in tiers), default=0)
 
 
 def weight(storage: BlockStorage, shape: KVShape, extra: int = 0) -> Callable[[int, int], int]:

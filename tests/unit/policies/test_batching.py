@@ -9,11 +9,13 @@ from warmkv.policies.batching import (
     LONGEST_STEP,
     OLDEST_SHARE,
     PASSES,
+    WaitingPrompt,
     admits_below,
+    common_blocks,
     keys_per_token,
     next_prompt,
-    shares_prefix,
     split,
+    waits_for,
     work_per_token,
 )
 
@@ -131,11 +133,27 @@ def test_tokens_that_count_once_are_divided_alike_however_that_is_said(budget, r
     assert admits_below(budget, remaining) == admits_below(budget, remaining, [1.0] * len(remaining))
 
 
-def test_a_prompt_waits_only_for_the_block_that_it_lacks():
+def test_prompts_share_the_blocks_before_the_first_that_differs():
     mine = [b"a", b"b", b"c"]
-    assert shares_prefix(mine, 0, [[b"a"]])
-    assert shares_prefix(mine, 1, [[b"a", b"x"], [b"a", b"b"]])
-    assert not shares_prefix(mine, 1, [[b"a", b"x"]])
-    assert not shares_prefix(mine, 2, [[b"a", b"b"]])  # all that the other has is stored
-    assert not shares_prefix(mine, 3, [mine])
-    assert not shares_prefix([], 0, [mine])
+    assert common_blocks(mine, mine) == 3
+    assert common_blocks(mine, [b"a", b"b", b"x", b"y"]) == 2
+    assert common_blocks(mine, [b"x", b"y", b"z"]) == common_blocks([], mine) == 0
+
+
+def test_a_prompt_waits_only_for_what_it_can_reuse():
+    prompt = WaitingPrompt(tokens=40, resident=2, reusable=39)
+    assert waits_for(prompt, 10, common=3, size=8)
+    assert not waits_for(prompt, 10, common=2, size=8)  # that is warm
+    assert not waits_for(prompt._replace(reusable=16), 10, common=3, size=8)
+    assert waits_for(prompt, 10, common=3, size=8, sums=[24, 40])
+    assert not waits_for(prompt, 10, common=3, size=8, sums=[32])
+    assert not waits_for(prompt, 10, common=3, size=8, sums=[])
+
+
+@given(st.integers(1, 500), st.integers(0, 500), st.integers(0, 500), st.integers(1, 1000))
+def test_a_prompt_waits_where_both_end_no_later_in_sum(own, shared, warm, lacking):
+    shared = min(shared, own)
+    waiting = lacking + (lacking + own - shared)
+    apart = min(own, lacking) + (own + lacking)  # the shorter goes first
+    prompt = WaitingPrompt(warm + own, warm, warm + own)
+    assert waits_for(prompt, lacking, warm + shared, 1) == (shared > 0 and waiting <= apart)

@@ -291,6 +291,49 @@ def test_identical_prompts_that_come_together_are_computed_once(models):
     assert computed == len(TOKENS) + 4 * (len(TOKENS) - 56)
 
 
+def admitted_at_once(driver: Driver, *requests: Any) -> list[str]:
+    """Return the names of those of some requests that are admitted with the first step."""
+    driver.submit(*requests)
+    driver.engine.step()
+    waiting = [sequence.request.id for sequence in driver.engine.scheduler.waiting]
+    return [request.id for request in requests if request.id not in waiting]
+
+
+@pytest.mark.parametrize("cache", [{"automatic": False}, {"memory_bytes": 0}])
+def test_nobody_waits_for_a_prompt_that_leaves_nothing(models, cache):
+    driver = Driver(models["llama"], step_tokens=256, prefix_cache=cache)
+    assert admitted_at_once(driver, *[make_request(TOKENS, name=name) for name in "abcd"]) == list("abcd")
+    assert all(driver.started(name).cached_tokens == 0 for name in "abcd")
+
+
+def test_what_a_breakpoint_stores_is_waited_for(models):
+    driver = Driver(models["llama"], step_tokens=256, prefix_cache={"automatic": False})
+    first, *others = [make_request(TOKENS, marks={40: "5m"}, reads=[40], name=name) for name in "abcd"]
+    assert admitted_at_once(driver, first, *others) == ["a"]
+    driver.run()
+    assert all(driver.started(other.id).cached_tokens == 40 for other in others)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "waits"), [("full", "h2o@20", False), ("h2o@20", "h2o@20", True), ("h2o@20", "full", True)]
+)
+def test_who_needs_column_sums_waits_for_a_prompt_that_leaves_them(models, first, second, waits):
+    driver = Driver(models["llama"], step_tokens=256)
+    requests = [make_request(TOKENS, policy=policy, name=name) for name, policy in (("a", first), ("b", second))]
+    assert admitted_at_once(driver, *requests) == (["a"] if waits else ["a", "b"])
+    driver.run()
+    assert driver.started("b").cached_tokens == (56 if waits else 0)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_for_one_block(models):
+    driver = Driver(models["llama"], step_tokens=16)
+    long = random.Random(8).choices(range(VOCABULARY), k=400)
+    driver.submit(make_request(long, name="long"), make_request([*long[:BLOCK], *TOKENS[:12]], name="short"))
+    while not driver.told["short"]:
+        driver.engine.step()
+    assert driver.told["long"] == []
+
+
 def test_whoever_waits_goes_on_where_a_cancelled_prompt_was_left(models):
     driver = Driver(models["llama"], step_tokens=16)
     alone = Driver(models["llama"]).run(make_request(TOKENS, new=6))

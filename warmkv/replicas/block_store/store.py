@@ -156,6 +156,10 @@ class BlockStore:
         """Return leading blocks in memory, and in any tier. Any thread may ask; the answer may be a step old."""
         return self._presence.leading(hashes)
 
+    def leaves(self, blocks: int, marks: Sequence[Mark], lifetimes: Lifetimes | None) -> int:
+        """Count those of a prompt's leading blocks that are stored once it is computed."""
+        return self._cache.leaves(blocks, marks, self.block_size, lifetimes)
+
     def find(self, key: bytes) -> Packed | None:
         """Return an entry that can be read without a file."""
         return next((packed for place in self.places if (packed := place.find(key)) is not None), None)

@@ -12,11 +12,12 @@ import numpy as np
 from torch import Tensor
 
 from warmkv.config import EngineConfig
-from warmkv.policies import batching
+from warmkv.policies import batching, budgets
 from warmkv.policies.compression.method import Method
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.policies.memory_plan import Limit
+from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policies.slot_sizes import KVShape, slot_bytes, workspace_bytes
 from warmkv.replicas.block_store import BlockStore, WarmPrefix
 from warmkv.replicas.completions import Completions
@@ -107,6 +108,11 @@ class Sequence:
         if self.number is None:
             self.number = self.random.random()
         return self.number
+
+    def summed_positions(self, size: int) -> list[int]:
+        """Return the positions up to which column sums of its prompt are stored; none if its policy needs none."""
+        makes = budgets.needs_column_sums(self.method.spec, self.prompt_tokens)
+        return sum_positions(self.prompt_tokens, size, self.request.marks) if makes else []
 
     @property
     def slot_request(self) -> SlotRequest | None:
@@ -232,13 +238,23 @@ class Scheduler:
         return len(self.decoding) + len(self.prefilling) >= self.config.max_slots
 
     def _waits_for_prefix(self, sequence: Sequence, free: int) -> bool:
-        """Return True if a request fits, but a prompt in progress computes a prefix that it lacks."""
+        """Return True if a request fits, but waits for a prompt in progress to compute a prefix that it lacks."""
         needed = sequence.slot_bytes + sequence.workspace_bytes
         if not self.prefilling or not self.store.enabled or sequence.swapped or sequence.is_scored or needed > free:
             return False
-        hashes = sequence.request.hashes
-        computing = [other.request.hashes for other in self.prefilling]
-        return batching.shares_prefix(hashes, self.store.leading(hashes)[1], computing)
+        request, spec, tokens = sequence.request, sequence.method.spec, sequence.prompt_tokens
+        size, reusable = self.store.block_size, tokens - min(tokens, budgets.recomputed_tokens(spec, tokens))
+        prompt = batching.WaitingPrompt(tokens, self.store.leading(request.hashes)[1], reusable)
+        for other in self.prefilling:
+            theirs = other.request
+            common = batching.common_blocks(request.hashes, theirs.hashes)
+            if common <= prompt.resident:
+                continue
+            leaves = self.store.leaves(common, theirs.marks, theirs.lifetimes)
+            sums = other.summed_positions(size) if budgets.needs_column_sums(spec, tokens) else None
+            if batching.waits_for(prompt, other.lacking_tokens, leaves, size, sums):
+                return True
+        return False
 
     def _fits(self, sequence: Sequence, now: float, below: float, free: int) -> bool:
         """Return True if a request gets tokens, its slot and its workspace now.

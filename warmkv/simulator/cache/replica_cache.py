@@ -10,7 +10,7 @@ from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes, sum_positions
 from warmkv.policies.prefix_tree.nodes import Copy, Node
 from warmkv.policies.prefix_tree.tree import PrefixTree, Reading
-from warmkv.policies.tiers import Tier
+from warmkv.policies.tiers import Tier, most_blocks
 from warmkv.prefixes.index import TIERS, Depths
 from warmkv.prefixes.record import Mark
 from warmkv.simulator.cache.chains import BlockTransfer, Chain, Chains, numbers
@@ -68,7 +68,7 @@ class ReplicaCache:
         by_tier: Sequence[TimeWeightedGauge] = (),
         late: LateIndex | None = None,
     ) -> None:
-        self._replica, self._layout = replica, layout
+        self._replica, self._layout, self._token_bytes = replica, layout, token_bytes
         self.lifetimes = lifetimes  # of what is stored from now on
         self._stored, self._removals, self._late = stored, removals, late
         self._levels = by_tier or [TimeWeightedGauge() for _ in tiers]
@@ -300,6 +300,13 @@ class ReplicaCache:
         """Return True if some tier holds a run to its end, and all before it."""
         node = self._nodes.by_number[run]
         return node is not None and node.span == node.length
+
+    def leaves(self, runs: Runs, marks: Sequence[Mark], size: int) -> int:
+        """Count those blocks of the leading runs of a prompt that are stored once it is computed."""
+        blocks = sum([self._layout.runs[run].blocks for run in runs])
+        stored = self.lifetimes.stored_blocks(marks, blocks, size)
+        tiers = [space.tier for space in self._tree.spaces]
+        return min(blocks, stored, most_blocks(tiers, size * self._token_bytes, size))
 
     def leading(self, prompt: Prompt, most: int, now: float) -> Depths:
         """Count the leading blocks of a prompt that can be read, at most `most`, likewise."""

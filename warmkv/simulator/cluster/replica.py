@@ -13,6 +13,7 @@ from warmkv.config import EngineConfig
 from warmkv.policies import batching
 from warmkv.policies.contents import Contents
 from warmkv.policies.fair_queue import NO_TAG, FairQueue, Tag
+from warmkv.policies.prefix_cache import sum_positions
 from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import Mark, RequestRecord
 from warmkv.prefixes.record_columns import RecordColumns
@@ -240,19 +241,32 @@ class SimulatedReplica:
             cache.expire(now)
         return cache.resident(job.blocks) * job.block_size
 
-    def waits_for_prefix(self, job: Job, computing: Iterable[Job], now: float) -> bool:
-        """Return True if one of the prompts that are computed has the first block of a prompt that is not stored.
+    def waits_for_prefix(self, job: Job, computing: Iterable[Job], now: float, *, ever: bool = False) -> bool:
+        """Return True if a prompt waits for one of those that are computed; with `ever`, also if it only will later.
 
         Runs tell what prompts have in common: those that begin alike have the same run at the same place.
         """
-        cache, runs, common = self.cache, job.blocks.runs, 0
+        cache, runs, size = self.cache, job.blocks.runs, job.block_size
+        prompt: batching.WaitingPrompt | None = None
         if cache.deadlines.due <= now:
             cache.expire(now)
         for other in computing:
-            theirs = other.blocks.runs
+            theirs, common = other.blocks.runs, 0
             while common < len(runs) and common < len(theirs) and runs[common] == theirs[common]:
                 common += 1
-        return common > 0 and not cache.holds_all(runs[common - 1])
+            if not common or cache.holds_all(runs[common - 1]):
+                continue
+            if prompt is None:
+                reusable = max(0, job.prompt - job.recomputed)
+                prompt = batching.WaitingPrompt(job.prompt, cache.resident(job.blocks), reusable)
+            sums: Sequence[int] | None = None
+            if job.sum_bytes:
+                sums = sum_positions(other.prompt, size, other.marks) if other.sum_bytes else ()
+            leaves = cache.leaves(runs[:common], other.marks, size)
+            lacking = 0 if ever else other.prompt - other.computed
+            if batching.waits_for(prompt, lacking, leaves, size, sums):
+                return True
+        return False
 
     def begin(self, job: Job, now: float) -> float:
         """Look up the prefix of an admitted request; return the seconds that reading files of it takes."""

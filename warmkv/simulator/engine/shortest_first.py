@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Protocol, TypeVar
 
 from warmkv.policies import batching
@@ -51,10 +52,10 @@ class StoringOwner(Owner[Told], Protocol[Told]):
         """Return the tokens of the leading blocks of a prompt that are stored."""
         ...
 
-    def waits_for_prefix(self, request: Told, computing: Iterable[Told], now: float) -> bool:
-        """Return True if one of the prompts that are computed has the first block of a prompt that is not stored.
+    def waits_for_prefix(self, request: Told, computing: Iterable[Told], now: float, *, ever: bool = False) -> bool:
+        """Return True if a prompt waits for one of those that are computed (`batching.waits_for`).
 
-        Then that prompt waits and finds it warm, rather than compute it a second time (`batching.shares_prefix`).
+        With `ever`, also if it only will once that one lacks less.
         """
         ...
 
@@ -102,8 +103,9 @@ class ShortestFirst(BatchFormation[Request]):
         batch, prompts, waiting, fast = self.batch, self._prompts, self._waiting, self._fast_forward
         now = yield
         while True:
+            blocked = False
             if waiting and self._max_slots > batch.size + len(prompts):
-                self._admit(now)
+                blocked = self._admit(now)
             if not prompts:
                 if batch.size:
                     self._run(now, batch.unchanged() if fast else 1, batch.lines())
@@ -133,7 +135,7 @@ class ShortestFirst(BatchFormation[Request]):
                 if request.computed + tokens == request.prompt:
                     ending.append(request)
                     after += _hand_off_seconds(request)
-            if fast and not ending and self._reading <= now and self._is_deep(chunks):
+            if fast and not blocked and not ending and self._reading <= now and self._is_deep(chunks):
                 computed = self._run_shrinking(ready, shares, now + lead)
                 now = yield
                 steps, self._run_steps = self._run_steps, 0
@@ -142,7 +144,7 @@ class ShortestFirst(BatchFormation[Request]):
                 for request in batch.advance(steps):
                     self._end(request, now)
                 continue
-            steps = 1 if ending or not fast else self._unchanged(chunks, now)
+            steps = 1 if ending or blocked or not fast else self._unchanged(chunks, now)
             parts = [
                 (request.costs.prefill.roofline_terms, tokens, request.computed + tokens) for request, tokens in chunks
             ]
@@ -232,8 +234,12 @@ class ShortestFirst(BatchFormation[Request]):
             steps = steps_until(self.batch.lines(), now, min(self._prompts.values()), steps)
         return steps
 
-    def _admit(self, now: float) -> None:
-        """Admit whoever gets tokens of the next step. There are free slots."""
+    def _admit(self, now: float) -> bool:
+        """Admit whoever gets tokens of the next step; there are free slots.
+
+        Returns True if one that was passed often enough keeps others waiting until it waits for a prompt in progress
+        itself, which may be from any step on.
+        """
         waiting, prompts = self._waiting, self._prompts
         while waiting and self._max_slots > self.batch.size + len(prompts):
             below = math.inf
@@ -243,19 +249,23 @@ class ShortestFirst(BatchFormation[Request]):
             fits, waits = partial(self._fits, below, now), partial(self._waits_for_prefix, now)
             request = batching.next_prompt(waiting, fits, waits)
             if request is None:
-                return
+                return any(
+                    each.passed >= batching.PASSES and self._waits_for_prefix(now, each, ever=True) and not waits(each)
+                    for each in islice(waiting, batching.PASSES)
+                )
             waiting.take(request)
             self._used += request.slot_bytes + request.workspace_bytes
             prompts[request] = at = now + self._owner.begin(request, now)
             if at > self._reading:
                 self._reading = at
             self._attends = self._attends or request.keys_per_token < math.inf
+        return False
 
-    def _waits_for_prefix(self, now: float, request: Request) -> bool:
-        """Return True if a prompt in progress computes what this one lacks."""
+    def _waits_for_prefix(self, now: float, request: Request, *, ever: bool = False) -> bool:
+        """Return True if a request waits for a prompt in progress; with `ever`, also if it will in a later step."""
         if not self._prompts or not self._store.stores or not self._has_room(request):
             return False
-        return self._store.waits_for_prefix(request, self._prompts, now)
+        return self._store.waits_for_prefix(request, self._prompts, now, ever=ever)
 
     def _fits(self, below: float, now: float, request: Request) -> bool:
         """Return True if a request has room, and tokens of the next step: of a prompt `below` which lengths get any."""

@@ -225,6 +225,37 @@ def test_identical_prompts_that_come_together_are_computed_once():
     assert len({job.first for job in jobs}) == 1  # where nothing is kept nobody waits for it
 
 
+@pytest.mark.parametrize("flag", ["prefix_cache.automatic=false", "prefix_cache.memory_bytes=0B"])
+def test_nobody_waits_for_a_prompt_that_leaves_nothing(flag):
+    records = [record(0.0, [1] * 40, name=str(number)) for number in range(4)]
+    jobs, _ = run(records, config("engine.step_tokens=160", flag))
+    assert len({job.first for job in jobs}) == 1
+
+
+def test_what_a_breakpoint_stores_is_waited_for():
+    prompts = [[1] * 40 + [2 + number] * 8 for number in range(4)]
+    records = [record(0.0, tokens, ends=[40], ttls=["5m"], name=str(at)) for at, tokens in enumerate(prompts)]
+    jobs, _ = run(records, config("engine.step_tokens=400", "prefix_cache.automatic=false"))
+    assert [job.reused for job in jobs] == [0, 40, 40, 40]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "waits"), [("full", "h2o@20", False), ("h2o@20", "h2o@20", True), ("h2o@20", "full", True)]
+)
+def test_who_needs_column_sums_waits_for_a_prompt_that_leaves_them(first, second, waits):
+    records = [record(0.0, [1] * 41, policy=policy, name=str(at)) for at, policy in enumerate((first, second))]
+    jobs, _ = run(records, config("engine.step_tokens=100"))
+    assert (jobs[1].started > 0) == waits
+    assert jobs[1].reused == (40 if waits else 0)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_for_one_block():
+    jobs, _ = run([record(0.0, [1] * 4 + [2] * 400, name="long"), record(0.0, [1] * 4 + [3] * 16)], config())
+    long, short = jobs
+    assert short.started == 0
+    assert short.first < long.first
+
+
 def test_an_arrival_joins_at_the_next_step():
     jobs, _ = run([record(0.0, [1] * 4, output=1000), record(1.0, [2] * 4, output=1)], config())
     longest_step = EXACT.seconds(1, 1004)

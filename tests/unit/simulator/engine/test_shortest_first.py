@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import config, record, run, uniform
+from warmkv.policies import batching
+from warmkv.policies.batching import PASSES
 from warmkv.policies.fair_queue import FairQueue
 from warmkv.simulator.engine.batch import Load
 from warmkv.simulator.engine.shortest_first import ShortestFirst
@@ -67,17 +70,30 @@ def outcomes(jobs):
     ]
 
 
-@given(long_logs(), LIMITS, MORE, COSTS)
-def test_fast_forward_behind_long_contexts_equals_stepping(records, limits, more, cost):
+@given(long_logs(), LIMITS, MORE, COSTS, st.sampled_from([2, PASSES]))
+def test_fast_forward_behind_long_contexts_equals_stepping(records, limits, more, cost, passes):
     flags = [flag for flag in limits if not any(flag.partition("=")[0] == other.partition("=")[0] for other in more)]
     if "prefix_cache.enabled=false" in flags:
         flags.remove("prefix_cache.enabled=false")
         more = more if "failures" in str(more) else ("prefix_cache.enabled=false",)
-    (fast, fast_outcome), (slow, slow_outcome) = (
-        run(records, config(*flags, *more), cost=cost, fast_forward=forward) for forward in (True, False)
-    )
+    with patch.object(batching, "PASSES", passes):
+        (fast, fast_outcome), (slow, slow_outcome) = (
+            run(records, config(*flags, *more), cost=cost, fast_forward=forward) for forward in (True, False)
+        )
     assert outcomes(fast) == outcomes(slow)
     assert (fast_outcome.slots.peak, fast_outcome.end) == (slow_outcome.slots.peak, slow_outcome.end)
+
+
+def test_who_keeps_others_waiting_lets_them_pass_once_it_waits_for_a_prefix_itself():
+    """The third prompt comes to wait for the first while that is computed beside the second."""
+    prompts = [[0] * 150 + [2] * 230, [3] * 198, [0] * 150 + [4] * 50, [5] * 9, [6] * 9, [7] * 9]
+    records = [record(0.0, tokens, name=str(at)) for at, tokens in enumerate(prompts)]
+    limits = config("engine.step_tokens=32", "engine.max_slots=16")
+    with patch.object(batching, "PASSES", 2):
+        fast, slow = (run(records, limits, cost=uniform(DEEP), fast_forward=forward)[0] for forward in (True, False))
+    assert outcomes(fast) == outcomes(slow)
+    _, second, third, *_, last = fast
+    assert 0 < last.started < second.first < third.started
 
 
 @dataclass(eq=False)
@@ -144,7 +160,7 @@ class Engine:
     def stored_tokens(self, request, now):
         return self.stored.get(request, 0)
 
-    def waits_for_prefix(self, request, computing, now):
+    def waits_for_prefix(self, request, computing, now, *, ever=False):
         raise AssertionError("nothing is stored")
 
     def prompt_computed(self, request, now):
