@@ -213,7 +213,7 @@ EFFECTS = {
         "test_a_replica_that_is_stopped_ends_what_it_has_unless_that_takes_too_long": ["cluster.drain_seconds"],
     },
     "tests/unit/simulator/cluster/test_cluster.py": {
-        "test_what_never_fits_or_finds_full_queues_is_refused": ["engine.max_context"],
+        "test_what_never_fits_is_refused": ["engine.max_context"],
         "test_the_replica_equals_an_obvious_one": ["engine.step_tokens"],
         "test_routing_by_prefix_or_session_finds_what_others_miss": ["routing.policy"],
     },

@@ -60,12 +60,13 @@ def test_it_ends_with_what_the_lifetimes_did(tmp_path):
 
 
 def test_refusals_are_told_with_their_causes(tmp_path):
-    """Six short prompts at once for two slots and a queue of one, and two that no slot holds."""
+    """Six short prompts at once for a slot, a queue and a line of one each, and two that no slot holds."""
     path = tmp_path / "log.jsonl"
     short = [record(0.0, [n] * 100, 200, name=f"short {n}") for n in range(6)]
     long = [record(1.0, [n] * 60_000, 200, name=f"long {n}") for n in range(2)]
     path.write_text("".join(one.to_json() + "\n" for one in (*short, *long)))
-    options = ("--ttl", 300, "--policy", "full", "--set", "engine={max_slots: 2, max_queue: 1, kv_bytes: 64MiB}")
+    options = ("--ttl", 300, "--policy", "full", "--set", "engine={max_slots: 1, max_queue: 1, kv_bytes: 64MiB}")
+    options += ("--set", "cluster.max_queued_requests=1")
     shown = call("replay", path, *options).stdout
     assert "8 requests over" in shown
     assert f"{6 * 100 + 2 * 60_000:,} prompt and {8 * 200:,} output tokens" in shown
@@ -73,7 +74,7 @@ def test_refusals_are_told_with_their_causes(tmp_path):
     assert "62.5%" in shown.splitlines()[5]
     said = " ".join(shown.splitlines()[8:]).strip()
     assert said.startswith("5 of 8 requests were refused under full and are in no other figure: 2 fit no replica")
-    assert "3 found all queues full" in said
+    assert "3 found all queues full (cluster.replicas, max_queued_requests," in said
     (figures,) = replayed(path, *options)
     assert (figures["refused"], figures["too_large"]) == (5, 2)
 

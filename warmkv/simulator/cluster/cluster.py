@@ -7,7 +7,6 @@ the live gateways.
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,22 +15,21 @@ from warmkv.config import Config, move_blocks
 from warmkv.policies.breaker import retry_pause
 from warmkv.policies.contents import Contents
 from warmkv.policies.prefix_cache import Lifetimes
-from warmkv.policies.tiers import weight
 from warmkv.prefixes.index import Depths
-from warmkv.simulator.cache.kv_shape import kv_shape
 from warmkv.simulator.cache.measures import TimeWeightedGauge
 from warmkv.simulator.cache.replica_cache import Removals, ReplicaCache
 from warmkv.simulator.cluster.clock import FIRST, Alarm, Clock
 from warmkv.simulator.cluster.fleet import Fleet
 from warmkv.simulator.cluster.gateways import SimulatedGateway
 from warmkv.simulator.cluster.jobs import Jobs
-from warmkv.simulator.cluster.memory import pool_bytes, resolved
-from warmkv.simulator.cluster.replica import ONE_GROUP, WHOLE_CACHE, Job, SimulatedReplica
+from warmkv.simulator.cluster.line import Line
+from warmkv.simulator.cluster.memory import resolved
+from warmkv.simulator.cluster.mixed_limits import entry_bytes, mixed_limits
+from warmkv.simulator.cluster.replica import ONE_GROUP, Job, SimulatedReplica
 from warmkv.simulator.cluster.stores import LayOut, Levels, Stores, laid_out
 from warmkv.simulator.cluster.transfers import Moved
 from warmkv.simulator.engine.formation import NEVER
-from warmkv.simulator.engine.kv_blocks import BLOCK
-from warmkv.simulator.engine.limits import BatchingError, Limits
+from warmkv.simulator.engine.limits import Limits
 from warmkv.simulator.steps.costs import StepKind, StepTimes, times_of
 
 Progress = Callable[[int], None]  # told how many requests have arrived
@@ -72,8 +70,9 @@ def simulate(
 
     A job that waits for another arrives its think time after that one ended, or was refused.
 
-    A request that fits no replica, or finds every queue full, is refused: it gets no replica. `seed` feeds the routing,
-    of which only power_of_two draws at random. `fast_forward=False` steps token by token, with equal results.
+    Where no replica has room a request waits in line in its gateway. One that fits none, or finds the line full, is
+    refused: it gets no replica. `seed` feeds the routing, of which only power_of_two draws at random.
+    `fast_forward=False` steps token by token, with equal results.
     `as_placed` sends every request to the replica that its record names: those are the cluster from beginning to end.
     `lay_out` gives the blocks of the prompts, and of more prompts, as runs, where whoever calls keeps them.
 
@@ -96,36 +95,6 @@ def simulate(
         for name, group in groups.items()
     }
     return Cluster(jobs, config, kinds, levels, fast_forward, as_placed, seed, progress).run(held, begun, later)
-
-
-def mixed_limits(jobs: Jobs, config: Config, token_bytes: int, group: str = "") -> Limits:
-    """Return the limits of replicas of a group that batch as vLLM does.
-
-    Raises BatchingError for what vLLM does not do of what the group is to serve.
-    """
-    engine, kind = config.engine, StepKind.of(config.whole_cache)
-    for number, sizes in enumerate(jobs.sizes):
-        asked = sizes.kind
-        if asked not in (kind, WHOLE_CACHE) and group in (jobs.groups[number] if jobs.groups else ONE_GROUP):
-            raise BatchingError(
-                f"simulator.batching=mixed keeps the whole cache, as vLLM does, but request {jobs.records.id[number]} "
-                f"has {asked.label}; choose the policy {kind.label}"
-            )
-    block = config.kv_block or BLOCK
-    if config.has_one_pool and config.prefix_cache.enabled and len(jobs):
-        block = jobs.block_size  # by which prefixes are found
-    room = pool_bytes(config) if config.has_one_pool else engine.kv_limit
-    tokens = room // entry_bytes(config, token_bytes)
-    if config.prefix_cache.keep_warm > room // 2:
-        raise BatchingError(f"prefix_cache.keep_warm must not exceed half of vLLM's cache, which has {room} bytes")
-    if config.has_one_pool:
-        tokens -= block  # which vLLM sets aside
-    return Limits(engine.max_slots, engine.tokens_per_step(on_gpu=False), tokens, block)
-
-
-def entry_bytes(config: Config, token_bytes: int) -> int:
-    """Return the bytes of a token in the format of vLLM's cache."""
-    return weight(config.whole_cache.storage, kv_shape(config))(token_bytes, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +147,7 @@ class Cluster:
         # The only fleet, if it never has two replicas: then there is nothing to choose, and nobody asks what is booked.
         single = len(kinds) == 1 and config.cluster.replicas == 1 and not (self._scales or as_placed)
         self._single = self._fleets[""] if single else None
-        self._unplaced: deque[Job] = deque()  # requests while no replica takes any
+        self._line = Line(config.cluster.max_queued_requests)
         self._arrived = 0
         self._left = len(jobs)  # jobs that have not ended
 
@@ -233,14 +202,12 @@ class Cluster:
             self._progress(self._arrived)
         job.gateway = self._arrived % len(self._gateways)
         self._arrived += 1
-        if self._scales and len(self._fleets) == 1:
-            self._count(job.number, "")
         if job.shares:
             self._gateways[job.gateway].writers.arrived(job.number, self._env.now)
         self._send(job)
 
     def _send(self, job: Job) -> None:
-        """Hand a job to the best replica that can take it. It waits while there is none; if none can, it is refused."""
+        """Hand a job to the best replica that has room, or let it wait in line."""
         if self._single is not None and self._single.names:
             (name,) = self._single.names
             replica, now = self._single.serving[name], self._env.now
@@ -249,43 +216,60 @@ class Cluster:
             if not replica.full and replica.ever_fits(job):
                 replica.submit(job)
             else:
-                self._refuse(job, too_large=not replica.ever_fits(job))
+                self._wait(job, ONE_GROUP)
             return
         now, gateway = self._env.now, self._gateways[job.gateway]
         groups = tuple([name for name, fleet in self._fleets.items() if name in job.groups and fleet.serving])
-        if not groups:
-            most = self._config.cluster.max_queued_requests * len(self._gateways)
-            if len(self._unplaced) < most or sum(other.groups == job.groups for other in self._unplaced) < most:
-                self._unplaced.append(job)
-            else:
-                self._refuse(job)
+        if len(groups) == 1:
+            names: Sequence[str] = self._fleets[groups[0]].names
+        else:
+            names = [name for group in groups for name in self._fleets[group].names]
+        own = (job.records.name("replica", job.number),) if self._as_placed else ()
+        if all(self._serving(name).full for name in own or names):  # a decision would be for nothing
+            self._wait(job, groups, own)
             return
         for fleet in self._fleets.values():
             for cache in fleet.caches:
                 if cache.deadlines.due <= now:
                     cache.expire(now)
-        if len(groups) == 1:
-            names: Sequence[str] = self._fleets[groups[0]].names
-        else:
-            names = [name for group in groups for name in self._fleets[group].names]
         moves = self._moves.get(groups)
         if moves is None:
             moves = self._moves[groups] = move_blocks([self._capabilities[group] for group in groups])
         whole = len(names) == sum(len(fleet.transfers) for fleet in self._fleets.values())
         order, fetch = gateway.choose(job, names, now, moves=moves, whole=whole)
-        if self._as_placed:
-            order = (job.records.name("replica", job.number),)
-        for name in order:
-            fleet = self._fleets[self._group_of[name]]
-            replica = fleet.serving[name]
+        for name in own or order:
+            fleet, replica = self._fleets[self._group_of[name]], self._serving(name)
             if not replica.full and replica.ever_fits(job):
-                if self._scales and len(self._fleets) > 1:
+                if self._scales:
                     self._count(job.number, self._group_of[name])
                 fleet.transfers[name].take(job, fetch)
                 gateway.sent(job, name, replica.ongoing)
                 return
-        replicas = [self._fleets[self._group_of[name]].serving[name] for name in order]
-        self._refuse(job, too_large=not any(replica.ever_fits(job) for replica in replicas))
+        gateway.in_flight.release(job.number)  # it was booked on the best
+        self._wait(job, groups, own)
+
+    def _serving(self, name: str) -> SimulatedReplica:
+        return self._fleets[self._group_of[name]].serving[name]
+
+    def _wait(self, job: Job, groups: Sequence[str], own: Sequence[str] = ()) -> None:
+        """Let a job wait for a replica that can hold it; refuse it if none of these groups can, or the line is full."""
+        unable = [group for group in groups if not next(iter(self._fleets[group].serving.values())).ever_fits(job)]
+        if groups and len(unable) == len(groups):
+            self._refuse(job, too_large=True)
+            return
+        if self._scales:
+            self._count(job.number, None)
+        places = own or [group for group in job.groups if group not in unable]
+        if not self._line.join(job, places):
+            self._refuse(job)
+
+    def _serve_line(self, name: str) -> None:
+        """Send requests that wait in line, while a replica has room for them."""
+        group = self._group_of[name]
+        place = name if self._as_placed else group
+        replica = self._fleets[group].serving.get(name)
+        while replica is not None and not replica.full and (job := self._line.take(place)) is not None:
+            self._send(job)
 
     def _warm(self, job: Job, now: float) -> dict[str, Depths]:
         """Return leading blocks of a job's prompt that replicas of all groups hold."""
@@ -323,6 +307,8 @@ class Cluster:
         self._over(job)
         if self._scales:  # else none is drained
             self._fleets[self._group_of[job.replica]].ended(job.replica)
+        if self._line:
+            self._serve_line(job.replica)
 
     def _over(self, job: Job) -> None:
         gateway = self._gateways[job.gateway]
@@ -368,10 +354,9 @@ class Cluster:
             keep_warm=kind.keep_warm,
         )
 
-    def _ready(self) -> None:
-        waiting, self._unplaced = self._unplaced, deque()
-        for job in waiting:
-            self._send(job)
+    def _ready(self, name: str) -> None:
+        if self._line:
+            self._serve_line(name)
 
     def _gone(self, name: str) -> None:
         for gateway in self._gateways:

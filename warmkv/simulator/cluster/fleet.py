@@ -25,7 +25,7 @@ class Fleet:
     They have places, numbered from 0: one that starts takes the lowest that is free. Those that follow the first in a
     place have names of their own, as in Ray Serve. All names begin with `name`.
 
-    `ready` is told when a replica takes requests, `gone` the name of one that is there no more, `lost` the requests
+    `ready` is told the name of a replica that takes requests, `gone` of one that is there no more, `lost` the requests
     that it had.
     """
 
@@ -35,7 +35,7 @@ class Fleet:
         config: Config,
         stores: Stores,
         new: Callable[[str, ReplicaCache], SimulatedReplica],
-        ready: Callable[[], None],
+        ready: Callable[[str], None],
         gone: Callable[[str], None],
         lost: Callable[[Sequence[Job]], None],
         moved: Moved,
@@ -79,7 +79,7 @@ class Fleet:
             transfers.close()
 
     def count(self, change: int) -> None:
-        """Count requests that came to the gateways or ended."""
+        """Count requests that replicas took, or that ended."""
         if self._autoscaler is not None:
             self._autoscaler.changed(change, self._env.now)
 
@@ -111,7 +111,7 @@ class Fleet:
         if self._starting.pop(replica.name, None) is not None:
             self.serving[replica.name] = replica
             self._changed()
-            self._on_ready()
+            self._on_ready(replica.name)
 
     def _donor(self, name: str) -> SimulatedReplica | None:
         return self.serving.get(name) or self._draining.get(name)
@@ -210,7 +210,7 @@ class Fleet:
     # --- autoscaling
 
     def _report(self) -> None:
-        """Report the requests in flight of every gateway to the autoscaler."""
+        """Report the requests that replicas have to the autoscaler."""
         if self._autoscaler is not None and self._open:
             self._wanted = self._autoscaler.report(self._env.now)
             self._resize()

@@ -149,7 +149,6 @@ class SimulatedReplica:
         self._overhead = times.overhead
         self._tier_seconds = tier_seconds if any(tier_seconds) else None
         self.ongoing = 0
-        self._expected = 0  # of them, those whose blocks are on their way
         self._costs: dict[StepKind, tuple[PhaseCosts, Load, float]] = {}  # of all requests so far
         alarm = self._alarm = Alarm(lambda now: None)
         wake = partial(clock.set, alarm)
@@ -177,8 +176,8 @@ class SimulatedReplica:
 
     @property
     def full(self) -> bool:
-        """Return True if the next request would be refused."""
-        return len(self.waiting) + self._expected - self._engine.free_slots >= self._config.max_queue
+        """Return True if it has as many requests as it takes."""
+        return self.ongoing >= self._config.max_slots + self._config.max_queue
 
     def ever_fits(self, job: Job) -> bool:
         tokens = job.prompt + (1 if job.endless else job.output)
@@ -188,14 +187,11 @@ class SimulatedReplica:
     def expect(self) -> None:
         """Announce a job that is submitted once its fetched blocks have come."""
         self.ongoing += 1
-        self._expected += 1
 
     def submit(self, job: Job, *, expected: bool = False) -> None:
         now = self._clock.now
         job.replica, job.submitted, job.num_output_tokens, job.passed = self.name, now, 0, 0
-        if expected:
-            self._expected -= 1
-        else:
+        if not expected:
             self.ongoing += 1
         delay = 0
         if self._pool is not None:

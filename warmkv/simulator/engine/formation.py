@@ -74,11 +74,6 @@ class BatchFormation(ABC, Generic[Request]):
     def running(self) -> list[Request]:
         """Return the requests that are admitted and have not ended."""
 
-    @property
-    @abstractmethod
-    def free_slots(self) -> int:
-        """Return how many requests more could run."""
-
     @abstractmethod
     def ever_fits(self, request: Request) -> bool:
         """Return True if the engine could serve a request by itself."""

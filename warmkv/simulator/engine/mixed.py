@@ -68,10 +68,6 @@ class MixedBudget(BatchFormation[Request]):
         return list(self._running)
 
     @property
-    def free_slots(self) -> int:
-        return self._limits.max_num_seqs - len(self._running)
-
-    @property
     def work_ahead(self) -> Work:
         """Return the work that is done when the steps that run now are over."""
         steps, tokens, read = self.work

@@ -86,10 +86,6 @@ class ShortestFirst(BatchFormation[Request]):
     def running(self) -> list[Request]:
         return [*self.batch, *self._prompts]
 
-    @property
-    def free_slots(self) -> int:
-        return self._max_slots - self.batch.size - len(self._prompts)
-
     def ever_fits(self, request: Request) -> bool:
         return request.slot_bytes + request.workspace_bytes <= self._room
 

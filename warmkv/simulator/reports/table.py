@@ -60,9 +60,10 @@ def show_overview(
 
 def _refusals(result: Result) -> str:
     """Return how many requests a replay refused, and why."""
+    full = "found all queues full (cluster.replicas, max_queued_requests, engine.max_slots, max_queue)"
     causes = (
         (result.too_large, "fit no replica (engine.kv_bytes, engine.max_context)"),
-        (result.refused - result.too_large, "found all queues full (cluster.replicas, engine.max_slots, max_queue)"),
+        (result.refused - result.too_large, full),
     )
     why = ", ".join(f"{count:,} {cause}" for count, cause in causes if count)
     return (
@@ -122,7 +123,7 @@ def _latency(results: Sequence[Result]) -> Table:
     table = _table(
         "Memory and latency",
         "slots, stored: MiB or GiB of decode slots and of stored prefixes in all replicas, mean and peak over time;\n"
-        "TTFT, TPOT, E2E: p50, p90, p99; refused: too large for a replica, or every queue was full",
+        "TTFT, TPOT, E2E: p50, p90, p99; refused: too large for a replica, or all queues were full",
         "slots",
         "stored",
         "TTFT ms",

@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -151,7 +152,7 @@ def test_every_request_is_served_once_or_refused_and_time_runs_forward(records, 
         assert (job.first == job.finished) == (job.record.output_tokens <= 1)
         assert 0 <= job.reused <= job.record.input_tokens - job.recomputed
         assert job.blocks_found <= len(job.record.hashes)
-    if not any(flag.startswith(("engine.kv_bytes", "engine.max_queue")) for flag in flags):
+    if not any(flag.startswith("engine.kv_bytes") for flag in flags):
         assert all(job.replica for job in jobs)
 
 
@@ -279,14 +280,41 @@ def test_simultaneous_requests_are_all_served():
     assert {job.replica for job in jobs} == {"replica-0", "replica-1"}
 
 
-def test_what_never_fits_or_finds_full_queues_is_refused():
-    big, small = record(0.0, [1] * 100), record(0.0, [2] * 10)
-    jobs, _ = run([big, small], config("engine.kv_bytes=50B"))
+def test_what_never_fits_is_refused():
+    jobs, _ = run([record(0.0, [1] * 100), record(0.0, [2] * 10)], config("engine.kv_bytes=50B"))
     assert [bool(job.replica) for job in jobs] == [False, True]
-    jobs, _ = run([replace(small, id=str(n)) for n in range(5)], config("engine.max_queue=3", "engine.max_slots=1"))
-    assert [bool(job.replica) for job in jobs] == [True, True, True, True, False]  # one free slot, and three wait
     jobs, _ = run([record(0.0, [1] * 60, output=5)], config("engine.max_context=64"))
     assert not jobs[0].replica
+
+
+@pytest.mark.parametrize("more", [(), ("cluster.autoscaling={max_replicas: 1}",)])
+def test_what_finds_all_replicas_full_waits_in_line_and_the_line_has_an_end(more):
+    few = config("engine.max_queue=3", "engine.max_slots=1", *more)  # one runs, and three wait in the replica
+    records = [record(0.0, [n] * 10, name=str(n)) for n in range(6)]
+    jobs, _ = run(records[:5], few)
+    assert all(job.replica for job in jobs)
+    assert [job.submitted for job in jobs] == [0.0] * 4 + [jobs[0].finished]
+    short = ("engine.max_queue=3", "engine.max_slots=1", "cluster.max_queued_requests=1", *more)
+    jobs, outcome = run(records, config(*short))
+    assert [bool(job.replica) for job in jobs] == [True] * 5 + [False]
+    assert (jobs[5].too_large, outcome.slots.value) == (False, 0)
+    jobs, _ = run(records, config(*short, "cluster.gateways=2"))
+    assert all(job.replica for job in jobs)  # each gateway has a line
+
+
+def test_who_waits_in_line_goes_to_the_first_replica_with_room_in_turn():
+    flags = ("cluster.replicas=2", "engine.max_queue=1", "engine.max_slots=1", "prefix_cache.enabled=false")
+    records = [record(0.0, [n] * (40 if n == 0 else 10), output=2, name=str(n)) for n in range(9)]
+    jobs, _ = run(records, config(*flags))
+    assert [job.submitted for job in jobs[:4]] == [0.0] * 4
+    assert all(before.submitted <= after.submitted for before, after in pairwise(jobs))
+    assert {job.submitted for job in jobs[4:]} <= {job.finished for job in jobs}
+    placed = [replace(one, replica="a" if n % 3 else "b") for n, one in enumerate(records)]
+    jobs, _ = run(placed, config(*flags), as_placed=True)
+    assert [job.replica for job in jobs] == ["b", "a", "a"] * 3
+    for name in "ab":
+        here = [job for job in jobs if job.replica == name]
+        assert [job.submitted for job in here] == [0.0, 0.0, *(job.finished for job in here[:-2])]
 
 
 def test_a_conversation_returns_to_the_warm_replica():

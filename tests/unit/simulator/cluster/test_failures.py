@@ -65,7 +65,7 @@ def test_nothing_is_lost_and_time_runs_forward(records, failures, flags):
             assert job.arrival <= job.started < job.first <= job.finished <= outcome.end
         else:
             assert (job.started, job.first, job.finished) == (-1, -1, -1)
-    if not any("max_queue" in flag for flag in flags):
+    if not any("max_queued" in flag for flag in flags):
         assert all(job.replica for job in jobs)
     assert outcome.slots.value == 0
     assert sum(level.value for level in outcome.tiers.values()) == outcome.stored.value
@@ -134,6 +134,14 @@ def test_a_request_is_sent_again_as_often_and_as_soon_as_the_gateway_does():
         assert (bool(job.replica), job.retries, job.failed) == (most == 3, most, most < 3)
         assert job.started == pytest.approx(started)
         assert outcome.slots.value == 0
+
+
+def test_requests_of_a_lost_replica_wait_in_line_where_the_others_are_full():
+    records = [record(0.0, [number] * 8, output=50, name=str(number)) for number in range(4)]
+    jobs, _ = run(records, failing("simulator.failures=[{at: 0.1}]", "engine.max_slots=1", "engine.max_queue=1"))
+    assert [job.replica for job in jobs] == ["replica-1"] * 4
+    assert [(job.retries, job.resumptions) for job in jobs] == [(0, 1), (0, 0), (1, 0), (0, 0)]
+    assert jobs[0].submitted == jobs[1].finished
 
 
 def test_what_is_not_sent_again_fails_with_its_replica_also_where_it_had_begun():

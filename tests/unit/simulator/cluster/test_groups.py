@@ -89,6 +89,16 @@ def test_who_waits_for_one_group_takes_no_place_of_those_that_wait_for_another()
     assert [bool(job.replica) for job in run(records, settings)[0]] == [True, True, True, False, False]
 
 
+def test_who_waits_for_a_full_group_holds_up_nobody_who_may_go_elsewhere():
+    settings = config(BOTH, "engine.max_slots=1", "engine.max_queue=1")
+    asked = ["snapkv@6"] * 5 + ["full"] * 4  # of which each group takes two
+    records = [record(n * 2**-12, [n] * 9, 9, policy=policy, name=str(n)) for n, policy in enumerate(asked)]
+    jobs, _ = run(records, settings)
+    assert all(job.replica == "replica-0" for job in jobs[:5])
+    assert [(job.replica, job.submitted) for job in jobs[5:7]] == [("replica-vllm-0", job.arrival) for job in jobs[5:7]]
+    assert (jobs[2].submitted, jobs[7].submitted) == (jobs[0].finished, jobs[5].finished)
+
+
 def test_a_replica_of_a_group_fails_by_its_name():
     failing = "simulator.failures=[{at: 1, group: fp8, seconds: 2}]"
     settings = config(*APART, failing, "simulator.startup_seconds=3")

@@ -16,7 +16,8 @@ from warmkv.prefixes.hashing import block_hashes
 from warmkv.replicas.engines.kv_events import BlocksRemoved, BlocksStored
 from warmkv.replicas.engines.ledger import PrefixLedger
 from warmkv.replicas.protocol import GenerateRequest, SamplingParams
-from warmkv.simulator.cluster.cluster import mixed_limits, simulate
+from warmkv.simulator.cluster.cluster import simulate
+from warmkv.simulator.cluster.mixed_limits import mixed_limits
 from warmkv.simulator.engine.limits import BatchingError
 from warmkv.simulator.studies.replays.replay import prepare
 from warmkv.simulator.studies.replays.variants import Variant

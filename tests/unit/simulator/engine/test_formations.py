@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.unit.simulator.conversations import BLOCK, EXACT, TWO_ROOFS, config, logs, record, run, uniform
 from warmkv.policies import batching
 from warmkv.policies.transfer import TransferTerms
-from warmkv.simulator.cluster.cluster import mixed_limits
+from warmkv.simulator.cluster.mixed_limits import mixed_limits
 from warmkv.simulator.engine.limits import BatchingError, Limits
 from warmkv.simulator.latency.server import ServedRequest, Server
 from warmkv.simulator.steps.costs import StepCost

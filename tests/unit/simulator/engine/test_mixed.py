@@ -145,7 +145,7 @@ def test_all_are_served_in_time_and_nothing_is_left(rows, limits):
         assert one.arrival <= one.noted <= one.scheduled < one.first <= one.finished
         assert (one.first == one.finished) == (one.output == 1)
     engine = server.engine
-    assert (engine.running, engine.batch.size, engine.free_slots) == ([], 0, limits.max_num_seqs)
+    assert (engine.running, engine.batch.size) == ([], 0)
     if engine._blocks is not None:
         assert (engine._blocks.free, engine._blocks._growing) == (limits.blocks, 0)
         assert not any(engine._blocks._phases)

@@ -54,7 +54,7 @@ class Result:
     policy: str
     ttl: float | None  # seconds; None as recorded
     requests: int
-    refused: int  # too large for any replica, or every queue was full
+    refused: int  # too large for any replica, or all queues were full, those of the gateways, too
     too_large: int  # of these
     failed: int  # with their replica, more often than they are sent again
     retries: int  # of requests whose replica failed before their first token
