@@ -21,7 +21,7 @@ from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.steps.costs import StepTimes
 from warmkv.simulator.studies.replays import log_fit
 from warmkv.simulator.studies.replays.replay import recorded_policy
-from warmkv.simulator.studies.replays.step_times import ENOUGH, choose_cost
+from warmkv.simulator.studies.replays.step_times import choose_cost
 from warmkv.simulator.studies.replays.whatif import Prediction, Values, differences, measure, predict, ranked, warm_up
 from warmkv.simulator.studies.sweeps import sweep_quality
 from warmkv.simulator.workload.replay_inputs import ReplayInputs
@@ -94,7 +94,7 @@ def replays(work: Round) -> Iterator[Basis | Replayed]:
     work = replace(work, start=start)
     records = list(start.records)
     count = max(start.early, warm_up(records, max(work.now.prefix_cache.ttls.values())))
-    enough = int(log_fit.measured(columns_of(records)).sum()) >= ENOUGH
+    enough = int(log_fit.measured(columns_of(records)).sum()) >= log_fit.ENOUGH
     times, origin = choose_cost(records, work.now, recorded_policy(), "log" if enough else "config")
     curves: Mapping[str, sweep_quality.Curve] = {}
     if work.quality is not None:
@@ -189,7 +189,7 @@ class _Replayer:
         present = Replayed(WhatIfCandidate(NOW, {}), now, now, measured=self._measured(counted))
         first = next((n for n in range(counted, len(work.records)) if work.records[n].arrival >= work.changed), None)
         judged = 0 if first is None else len(work.records) - first
-        if first is None or judged < ENOUGH:
+        if first is None or judged < log_fit.ENOUGH:
             return replace(present, judged=judged)
         past = lifetimes_of(work.defaults, work.records[0].arrival)
         own = now if first == counted and not past else self.predict(work.now, first, past)

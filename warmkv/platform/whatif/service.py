@@ -26,7 +26,7 @@ from warmkv.platform.whatif.warm_start import BLOCKS, Snapshots
 from warmkv.platform.whatif.window import RequestWindow
 from warmkv.policies.contents import Contents
 from warmkv.prefixes.record import RequestRecord
-from warmkv.simulator.studies.replays.step_times import ENOUGH
+from warmkv.simulator.studies.replays.log_fit import ENOUGH
 from warmkv.simulator.studies.replays.whatif import differences, pareto, ranked
 
 log = logging.getLogger("ray.serve")

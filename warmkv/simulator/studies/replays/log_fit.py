@@ -4,7 +4,8 @@
    its replica computed meanwhile, spread evenly over the time that the others took. That gives a linear fit.
 2. The log is simulated, each request on the replica that it was on, and prefill, decoding and the time outside are
    scaled as long as the simulated times come closer to the measured ones: a span has more of some steps and less of
-   others than an even spread tells, and the fit follows usual requests where latencies also have a tail.
+   others than an even spread tells, and the fit follows usual requests where latencies also have a tail. Compared are
+   requests that find as much of their prompt warm as the log says: what was written before the log begins is cold.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,7 @@ from warmkv.simulator.workload.replay_inputs import ReplayInputs
 
 Floats = NDArray[np.float64]
 SpecOf = Callable[[RequestRecord], PolicySpec]
+ENOUGH = 20  # measured requests below which a fit says little
 MOST_SIMULATED = 500  # requests, the first ones, that the scales are fitted to
 STEPS = (0.2, 0.01)  # of a scale, relative: the first and the last by which it is moved
 MOST_MOVES = 80
@@ -70,7 +73,8 @@ def fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf) -> Un
     timed = columns.take(measured(columns))
     if not len(timed):
         raise LogFitError(NOTHING)
-    return _scaled(timed[:MOST_SIMULATED], config, linear_fit(timed, config, spec_of))
+    until = float(timed.arrival[MOST_SIMULATED]) if len(timed) > MOST_SIMULATED else math.inf
+    return _scaled(timed[:MOST_SIMULATED], until, config, linear_fit(timed, config, spec_of))
 
 
 def linear_fit(records: Sequence[RequestRecord], config: Config, spec_of: SpecOf) -> UniformCosts:
@@ -130,26 +134,31 @@ def _rows(records: RecordColumns, chunk: int, spec_of: SpecOf) -> tuple[Floats, 
     return work[some], seconds[some]
 
 
-def _scaled(records: RecordColumns, config: Config, costs: UniformCosts) -> UniformCosts:
-    """Step 2: a compass search over the logarithms of three scales."""
-    distance, inputs, logs = distance_to(measured_times(records), COMPARED), ReplayInputs(records), np.zeros(3)
-    known: dict[tuple[float, float], Times | None] = {}  # by the first two scales, without the time outside
-    inside = replace(costs, overhead=0.0)
+def _scaled(records: RecordColumns, until: float, config: Config, costs: UniformCosts) -> UniformCosts:
+    """Step 2: a compass search over the logarithms of three scales.
 
-    def simulated(prefill: float, decode: float) -> Times | None:
-        """Return times in the replicas alone: the time outside comes on top of them, whatever they are."""
-        if (prefill, decode) not in known:
-            scaled = _scaled_by(inside, *np.exp([prefill, decode, 0.0]))
-            jobs = run(records, config, Variant(), scaled, as_placed=True, inputs=inputs).jobs
-            served = jobs.served()
-            known[prefill, decode] = simulated_times(jobs, served) if len(served) == len(jobs) else None
-        return known[prefill, decode]
+    Requests are compared that ended `until` then, before others came that are not simulated. Where too few of them are
+    as warm as they were, nothing is scaled.
+    """
+    inputs, logs, inside = ReplayInputs(records), np.zeros(3), replace(costs, overhead=0.0)
+
+    @cache
+    def simulated(prefill: float, decode: float) -> Jobs:
+        """Simulate the replicas alone: the time outside comes on top, whatever it is."""
+        scaled = _scaled_by(inside, *np.exp([prefill, decode, 0.0]))
+        return run(records, config, Variant(), scaled, as_placed=True, inputs=inputs).jobs
+
+    as_warm = simulated(0.0, 0.0).column("reused") == records.cached_tokens
+    compared = np.flatnonzero(as_warm & (records.arrival + records.e2e <= until))
+    if len(compared) < min(ENOUGH, len(records)):
+        return costs
+    distance = distance_to(measured_times(records.take(compared)), COMPARED)
 
     def loss(logs: Floats) -> float:
-        times = simulated(round(float(logs[0]), 9), round(float(logs[1]), 9))  # steps there and back, up to rounding
-        if times is None:
+        jobs = simulated(round(float(logs[0]), 9), round(float(logs[1]), 9))  # steps there and back, up to rounding
+        if len(jobs.served()) < len(jobs):
             return math.inf
-        outside = costs.overhead * float(np.exp(logs[2]))
+        times, outside = simulated_times(jobs, compared), costs.overhead * float(np.exp(logs[2]))
         return distance(Times(times.ttft + outside, times.tpot, times.e2e + outside))
 
     best, size, moves = loss(logs), STEPS[0], 0

@@ -26,8 +26,6 @@ from warmkv.simulator.steps.costs import (
 )
 from warmkv.simulator.studies.replays import log_fit
 
-ENOUGH = 20  # measured requests below which a fit says little
-
 
 def choose_cost(
     records: Sequence[RequestRecord],
@@ -49,10 +47,10 @@ def choose_cost(
         raise log_fit.LogFitError(log_fit.NOTHING)
     for name, group in config.groups().items():
         own = columns.take(columns.is_named("group", name))
-        if log_fit.measured(own).sum() < ENOUGH:
+        if log_fit.measured(own).sum() < log_fit.ENOUGH:
             served = group.engine.capabilities(group.prefix_cache.storage).policies
             own = columns if served is None else columns.take(columns.are_named("policy", served))
-        enough = log_fit.measured(own).sum() >= ENOUGH
+        enough = log_fit.measured(own).sum() >= log_fit.ENOUGH
         found[name] = _of_kind(own, group, spec_of, source if enough or source != "log" else "auto")
     times = GroupTimes({name: times for name, (times, _) in found.items()})
     return times, "; ".join(f"{name or 'replica'}: {origin}" for name, (_, origin) in found.items())
@@ -72,7 +70,7 @@ def _of_kind(
     if simulator.model.is_whole and source != "log":
         return _of_roofline(simulator.model, config)
     count = int(log_fit.measured(columns_of(records)).sum())
-    if source == "log" or (source == "auto" and count >= ENOUGH):
+    if source == "log" or (source == "auto" and count >= log_fit.ENOUGH):
         return log_fit.fit(records, config, spec_of), f"fitted to {count} measured requests of the log"
     cost = StepCost(simulator.step_a, simulator.step_b, simulator.step_c)
     return UniformCosts(PhaseCosts(cost, cost), simulator.overhead_seconds), "configuration (simulator.step_*)"

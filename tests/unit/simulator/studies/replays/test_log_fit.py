@@ -92,3 +92,31 @@ def test_times_of_an_api_behind_a_proxy_are_those_of_no_replica():
 def test_a_log_without_timings_is_refused():
     with pytest.raises(ValueError, match="no record of the log carries timings"):
         log_fit.fit([record(0.0, [1] * 9)], config(), recorded_policy())
+
+
+def test_what_was_written_before_the_log_begins_does_not_make_prefill_cheap():
+    """Thirty prompts come twice; the log has the second half of the first time, and all of the second."""
+    settings = config()
+    prompts = [record(5.0 * n, [n % 30] * (9 + 7 * (n % 30)), output=2 + n % 5, name=str(n)) for n in range(60)]
+    jobs, _ = run(prompts, settings, cost=TRUE)
+    log = with_timings(jobs, outside=0.02)
+    assert [job.reused > 0 for job in jobs] == [False] * 30 + [True] * 30
+    fitted = log_fit.fit(log[15:], settings, recorded_policy())
+    assert fitted.costs.prefill.seconds(64, 64) == pytest.approx(PREFILL.seconds(64, 64), rel=0.03)
+    assert fitted.overhead == pytest.approx(0.02, rel=0.03)
+    warm = log_fit.linear_fit(log[30:], settings, recorded_policy())
+    assert log_fit.fit(log[30:], settings, recorded_policy()) == warm  # no request is as warm in a simulation
+
+
+def test_requests_that_ran_beside_others_that_are_not_simulated_are_not_compared(monkeypatch):
+    """Thirty requests come alone, then many at once, of which a part is simulated."""
+    monkeypatch.setattr(log_fit, "MOST_SIMULATED", 60)
+    settings = config()
+    times = [100.0 * min(n, 30) for n in range(150)]
+    prompts = [record(at, [n] * (9 + 7 * (n % 30)), output=2 + n % 5, name=str(n)) for n, at in enumerate(times)]
+    jobs, _ = run(prompts, settings, cost=TRUE)
+    fitted = log_fit.fit(with_timings(jobs, outside=0.02), settings, recorded_policy())
+    truth, again = (
+        replay(prompts[:30], settings, [Variant()], cost)[0] for cost in (UniformCosts(TRUE.costs, 0.02), fitted)
+    )
+    assert (again.ttft.p50, again.e2e.p90) == pytest.approx((truth.ttft.p50, truth.e2e.p90), rel=0.03)
