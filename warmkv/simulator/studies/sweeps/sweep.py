@@ -35,7 +35,7 @@ from warmkv.simulator.workload.requests import Requests
 from warmkv.simulator.workload.source import LoadedTrace, Source, file_digest, read
 
 Times = Literal["auto", "config", "log"]
-STEP_SETTINGS = ("profile", "step_a", "step_b", "step_c")
+STEP_SETTINGS = ("profile", "step_a", "step_b", "step_c", "overhead_seconds")
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,12 @@ def test_step_times_are_the_points_own_where_they_vary(trace, tmp_path):
         run(trace, tmp_path, {"simulator.step_a": [0.04]}, source="log")
 
 
+def test_time_outside_replicas_is_the_points_own_where_it_varies(trace, tmp_path):
+    rows, _ = run(trace, tmp_path, {"simulator.overhead_seconds": [0.25, 0.5]})
+    near, far = (row.figures["ttft_p50"] for row in rows)
+    assert far - near == pytest.approx(0.25)
+
+
 def test_gpus_are_compared_by_the_roofline_of_a_model_and_by_price(trace, tmp_path):
     sizes = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 64, "dtype_bytes": 2}
     model, gpus = {**sizes, "intermediate": 2048, "vocabulary": 9}, ["L4", "H100-SXM"]
