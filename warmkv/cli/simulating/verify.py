@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from warmkv.cli.command import fail
 from warmkv.cli.options import (
     FormatOption,
     JsonOptions,
@@ -61,6 +62,11 @@ def verify(
 
     records = read_requests(Source(log, format, strict=strict), settings).requests.records
     reported, replicas = any(record.usage.prompt for record in records), {record.replica for record in records}
+    if not reported and replicas == {""}:
+        fail(
+            "the log names no replica and reports no usage: it is no log of a live run; give the access log of a "
+            "service, or a log of a hosted API, or use `warmkv replay`"
+        )
     if reported and replicas <= {"", ONE_SERVER}:
         misses = _verify_hosted(records, settings, output)
     else:

@@ -28,7 +28,7 @@ class Verdict:
     equal_hits: float  # share with as many reused tokens
     equal_bills: float  # share billed alike
     equal_slots: float  # share whose slot took as many bytes
-    live_hit_tokens: int
+    live_hit_tokens: int  # of requests that were served in both
     simulated_hit_tokens: int
     evictions: int  # in the simulation; a log does not tell
     expirations: int
@@ -78,7 +78,7 @@ def verify(records: Sequence[RequestRecord], config: Config, times: StepTimes) -
         equal_hits=int((reused == cached).sum()) / count,
         equal_bills=sum(usage == told for usage, told in billed) / count,
         equal_slots=int((jobs.slot_bytes[served] == logged.resident_bytes[served]).sum()) / count,
-        live_hit_tokens=int(logged.cached_tokens.sum()),
+        live_hit_tokens=int(cached.sum()),
         simulated_hit_tokens=int(reused.sum()),
         evictions=done.outcome.removals.evicted,
         expirations=done.outcome.removals.expired,

@@ -54,8 +54,11 @@ def test_what_differs_is_told(live):
     misses = " ".join(verify(slow, settings, TIMES).misses)
     for part in ("equal for", "in total", "TTFT p90", "E2E p90"):
         assert part in misses
-    small = load(flags=[*FLAGS, "engine.max_context=64"], environ={})
-    assert "refused" in verify(log, small, TIMES).misses[0]
+    small = verify(log, load(flags=[*FLAGS, "engine.max_context=400"], environ={}), TIMES)
+    assert "refused" in small.misses[0]
+    served = [r for r in log if r.input_tokens + r.output_tokens <= 400]
+    assert len(served) == len(log) - small.refused
+    assert 0 < small.live_hit_tokens == sum(r.cached_tokens for r in served)
 
 
 def test_answers_of_one_token_have_no_time_between_tokens(live):
@@ -79,3 +82,11 @@ def test_the_command(live, tmp_path):
     other = CliRunner().invoke(app, ["verify", str(file), "--set", "prefix_cache.enabled=false", "--json"])
     assert other.exit_code == 1
     assert json.loads(other.stdout)["simulated_hit_tokens"] == 0
+
+
+def test_what_is_no_log_of_a_live_run_is_told_so(tmp_path):
+    file = tmp_path / "w.jsonl"
+    assert CliRunner().invoke(app, ["workload", "--sessions", "3", "--out", str(file)]).exit_code == 0
+    told = CliRunner().invoke(app, ["verify", str(file)])
+    assert told.exit_code == 2
+    assert "the log names no replica and reports no usage" in told.stderr.replace("\n", " ")
