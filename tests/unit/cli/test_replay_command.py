@@ -312,6 +312,13 @@ def test_a_run_is_written_as_a_folder(tmp_path):
     assert {folder.name for folder in grid.iterdir()} == {"full_ttl60", "snapkv@0.2_ttl60"}
     assert all({file.name for file in folder.iterdir()} == names for folder in grid.iterdir())
 
+    same = ("--ttl", "60m,1h", "--policy", "snapkv", "--budget", "0.2", "--budget", ".2")
+    result = call("replay", path, "--out", tmp_path / "same", *same)
+    assert result.exit_code == 0, result.output
+    assert {folder.name for folder in (tmp_path / "same").iterdir()} == {"full_ttl3600", "snapkv@0.2_ttl3600"}
+    assert call("replay", path, "--out", tmp_path / "one", "--ttl", "60m,1h", "--policy", "full").exit_code == 0
+    assert {file.name for file in (tmp_path / "one").iterdir()} == names
+
 
 def test_a_folder_needs_its_libraries(tmp_path, monkeypatch):
     path = tmp_path / "trace"

@@ -82,6 +82,7 @@ def replay(
         grid = [variants.Variant()]
     elif as_recorded:
         grid = [variants.Variant(), *grid]
+    grid = list(dict.fromkeys(grid))  # 60m and 1h are one
     folders = _folders(out, grid)
     read = trace.read(settings)
     requests = read.requests
