@@ -45,6 +45,13 @@ def policy_spec(name: str, budget: int | float, base: PolicySpec) -> PolicySpec:
         raise VariantError(f"policy {name} at budget {budget}: {'; '.join(describe(error, PolicySpec))}") from None
 
 
+def _has_budget(name: str) -> bool:
+    try:
+        return PolicySpec.model_validate({"name": name}).method.has_budget
+    except ValidationError:  # which is told with the budget
+        return True
+
+
 def grid(
     base: PolicySpec,
     ttls: Sequence[float] = TTLS,
@@ -52,11 +59,15 @@ def grid(
     policies: Sequence[str] = POLICIES,
     whole: PolicySpec = PolicySpec(),
 ) -> list[Variant]:
-    """Build the variants: the `whole` cache at every TTL as the baseline, then every policy at every budget and TTL."""
+    """Build the variants: the `whole` cache at every TTL as the baseline, then every policy at every budget and TTL.
+
+    A policy that has no budget is one variant for each TTL.
+    """
     variants = [Variant(ttl, whole) for ttl in ttls]
     for name in policies:
         if name != "full":
-            variants += [Variant(ttl, policy_spec(name, budget, base)) for budget in budgets for ttl in ttls]
+            own = budgets if _has_budget(name) else (1.0,)
+            variants += [Variant(ttl, policy_spec(name, budget, base)) for budget in own for ttl in ttls]
     return variants
 
 

@@ -217,6 +217,15 @@ def test_the_grid_has_a_baseline_and_every_combination():
         grid(PolicySpec(), ttls=[0.0])
 
 
+def test_a_policy_without_a_budget_is_one_variant_for_each_ttl():
+    variants = grid(PolicySpec(), [300, 600], [0.2, 0.5], ["auto", "snapkv", "kivi"])
+    kivi = PolicySpec.model_validate("kivi").label
+    labels = ["full", "auto", "snapkv@0.2", "snapkv@0.5", kivi]
+    assert [(variant.label, variant.ttl) for variant in variants] == [
+        (label, ttl) for label in labels for ttl in (300, 600)
+    ]
+
+
 def test_a_level_is_averaged_over_time_in_any_order():
     level = TimeWeightedGauge()
     for amount, at in [(10, 1.0), (-10, 5.0), (20, 3.0)]:
