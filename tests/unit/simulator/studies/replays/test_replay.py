@@ -234,6 +234,14 @@ def test_a_level_is_averaged_over_time_in_any_order():
     assert TimeWeightedGauge().mean(0.0) == 0
 
 
+def test_a_peak_is_that_of_the_times_of_changes():
+    """An expiration is reported late, with its own time."""
+    level = TimeWeightedGauge()
+    for amount, at in [(1, 1.0), (1, 400.0), (-1, 301.0)]:
+        level.change(amount, at)
+    assert (level.peak, TimeWeightedGauge().peak) == (1, 0)
+
+
 def test_percentiles_interpolate():
     assert percentiles([float(n) for n in range(101)]).p90 == 90
     assert percentiles([]).p50 == 0
