@@ -1,8 +1,8 @@
 """What a hosted API should have read, written and billed for the requests of a log, against what it reported.
 
 An API's cache is taken to have room for everything, so what leaves it has outlived its TTL. Its rules are those of the
-contract: a TTL runs from a request's start, a read starts it anew, an entry is readable once the answer of its writer
-has begun, and writes happen at breakpoints; in OpenAI's APIs every full block is kept.
+contract: a TTL runs from a request's start, a read or another write starts it anew, an entry is readable once an answer
+of its writers has begun, and writes happen at breakpoints; in OpenAI's APIs every full block is kept.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HostedError(UserError):
 class _Entry:
     ttl: float
     expires: float
-    readable: float  # when its writer's answer began
+    readable: float  # when the answer of a writer began first
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +175,14 @@ class _ApiCache:
         for mark in record.marks:
             if mark.position < self._least:
                 continue
-            entry = self._entries.get(mark.key)
-            if entry is not None and mark.position <= hit and entry.expires >= record.arrival:
-                entry.expires = record.arrival + entry.ttl
-            elif entry is None or entry.expires < record.arrival:
-                ttl = self._lifetimes.ttls.get(mark.ttl, self._lifetimes.default)
-                self._entries[mark.key] = _Entry(ttl, record.arrival + ttl, record.arrival + record.ttft)
+            entry, readable = self._entries.get(mark.key), record.arrival + record.ttft
+            ttl = self._lifetimes.ttls.get(mark.ttl, self._lifetimes.default)
+            if entry is None or entry.expires < record.arrival:
+                self._entries[mark.key] = _Entry(ttl, record.arrival + ttl, readable)
+                continue
+            if mark.position > hit:  # a second writer
+                entry.ttl, entry.readable = max(entry.ttl, ttl), min(entry.readable, readable)
+            entry.expires = record.arrival + entry.ttl
 
     def _keep(self, record: RequestRecord) -> None:
         ttl, now = self._lifetimes.default, record.arrival

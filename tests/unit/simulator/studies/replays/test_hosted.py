@@ -88,6 +88,15 @@ def test_what_is_written_can_be_read_once_its_answer_has_begun():
     assert compare([first, *both], CONFIG).findings == {"equal": 3}
 
 
+def test_a_second_writer_starts_the_ttl_anew():
+    first, second = (asked(at, (900, "5m"), reported=written(900, rest=100), ttft=90.0) for at in (0, 60))
+    late = [asked(at, (900, "5m"), reported=Usage(100, 900, {}, 5)) for at in (330, 630)]
+    assert compare([first, second, *late], CONFIG).findings == {"equal": 4}
+    hour = replace(second, marks=(Mark(900, "1h", first.marks[0].key),), usage=written(900, "1h", rest=100), ttft=5.0)
+    early = asked(70, (900, "5m"), reported=Usage(100, 900, {}, 5))
+    assert compare([first, hour, early, replace(late[0], arrival=3600.0)], CONFIG).findings == {"equal": 4}
+
+
 def test_prompts_counted_by_their_text_are_compared_in_reported_tokens():
     def scaled(record):
         return replace(record, bytes_per_token=4.0, block_size=64, input_tokens=1000, hashes=(b"",) * 15)
