@@ -58,8 +58,8 @@ def _about_ttl(results: Sequence[Result]) -> str | None:
             return None
         hits = "the same hit rate"
     change = f"TTL {duration(other.ttl or 0.0)} instead of {duration(short.ttl or 0.0)}: {hits}"
-    if other.refused != short.refused:
-        return f"{change}, but other requests were refused: compare nothing else."
+    if caveat := _caveat(short, other):
+        return change + caveat
     bill = other.dollars / short.dollars - 1 if short.dollars else 0.0
     billed = f", bills {bill:+.0%}" if abs(bill) >= LEAST_POINTS else ""
     if short.keeps_by_lru:
@@ -76,10 +76,15 @@ def _about_policy(results: Sequence[Result]) -> str | None:
     least = min(others, key=lambda one: one.slots.peak)
     if abs(least.slots.peak / first.slots.peak - 1) < LEAST_RATIO:
         return None
-    return (
-        f"{least.policy} instead of {first.policy}: {_times(least.slots.peak, first.slots.peak)} slot memory "
-        "(answers: `warmkv eval`)."
+    slots = f"{_times(least.slots.peak, first.slots.peak)} slot memory"
+    return f"{least.policy} instead of {first.policy}: {slots}" + (
+        _caveat(first, least) or " (answers: `warmkv eval`)."
     )
+
+
+def _caveat(one: Result, other: Result) -> str:
+    """Return the end of a sentence that compares variants which refused different requests; empty if they did not."""
+    return ", but other requests were refused: compare nothing else." if one.refused != other.refused else ""
 
 
 def _times(size: float, base: float) -> str:
