@@ -212,11 +212,16 @@ def test_an_answer_that_outlasts_the_drain_of_a_replica_that_stops_goes_on_elsew
         if number == 0:
             hold(engine)
         answers.take(link, 0, attempt.request)
+
+        async def stop() -> None:
+            await answers.drain(0)
+            await answers.give_up()
+
         try:
             while not isinstance(event := await link.events.get(), Finished):
                 yield event
                 if isinstance(event, Delta) and number == 0 and draining is None:
-                    draining = asyncio.create_task(answers.drain(0))
+                    draining = asyncio.create_task(stop())
             yield event
         finally:
             ended.set()
