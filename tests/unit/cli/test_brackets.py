@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,8 @@ def test_names_with_brackets_are_shown_where_everything_goes_well(tmp_path):
     swept = call("sweep", log, "--grid", grid, "--out", folder / "sweep", "--workers", 1)
     assert f"{folder / 'sweep'}/report.html" in swept.stdout
     assert str(folder / "[i]w") in call("workload", "--sessions", 1, "--out", folder / "[i]w").stderr
+    served = [replace(record(float(n), [1] * 80), replica="only") for n in range(2)]
+    log.write_text("".join(one.to_json() + "\n" for one in served))
     verified = call("verify", log, "--json", folder / "[b]verified.json")
     assert json.loads((folder / "[b]verified.json").read_text())["requests"] == 2, verified.output
 

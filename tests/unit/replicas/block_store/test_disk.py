@@ -183,7 +183,8 @@ def test_a_folder_is_free_again_when_the_process_that_held_it_is_killed(tmp_path
     assert disk.claim(tmp_path, IDENTITY, "model").path.name == "0"
 
 
-def test_a_full_disk_loses_the_block_and_nothing_else(tmp_path, caplog):
+def test_a_full_disk_loses_the_block_and_nothing_else(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of modules that are imported meanwhile, it would be cut off
     harness = Harness(tmp_path, memory_bytes=2 * BLOCK * TOKEN, host={"memory_bytes": 0})
     long = Prompt("a", [1, 2, 3, 4, 5, 6, 7, 8])
     harness.write(long, {})
