@@ -20,7 +20,7 @@ from warmkv.replicas.deployment import Replica
 
 
 class FirstCome(Replica):
-    """A replica that gives vLLM no priorities."""
+    """Serve as a replica that gives vLLM no priorities."""
 
     def __init__(self, *args: Any) -> None:
         batching.delay = lambda lacking, step_tokens: 0

@@ -146,7 +146,7 @@ class Control:
 
 
 class LiveConfigFollower:
-    """Brings every version into force in a gateway, by `take`, which raises ConfigError where one does not fit.
+    """Bring every version into force in a gateway, by `take`, which raises ConfigError where one does not fit.
 
     `refused` is told after each version whether it did not fit.
     """

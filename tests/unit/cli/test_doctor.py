@@ -83,7 +83,7 @@ def test_a_model_for_vllm_is_left_to_it():
 
 
 def test_every_group_has_a_memory_plan_of_its_own():
-    """Groups are of either kind of engine, beside settings of either."""
+    """Plan groups of either kind of engine, beside settings of either."""
     large, fast = "cluster.groups.large.engine.kv_bytes=1PiB", "cluster.groups.fast.engine.kind=vllm"
     code, found = doctor(large, fast, "engine.kv_bytes=1MiB")
     assert (code, [what for what, (state, _) in found.items() if state == "failed"][-1]) == (1, "memory plan of large")

@@ -142,7 +142,7 @@ def test_the_overlay_that_it_writes_passes_the_check(model: Path, trace: tuple[P
 
 
 def test_an_overlay_has_room_for_the_replicas_of_all_groups(model: Path, tmp_path: Path) -> None:
-    """Two more replicas that keep prefixes in host memory, beside three that do not."""
+    """Add two replicas that keep prefixes in host memory to three that do not."""
     shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
     out = tmp_path / "k8s/overlays/mine"
     groups = "cluster.groups={long: {cluster: {replicas: 2}, prefix_cache: {host: {memory_bytes: 64GiB}}}}"

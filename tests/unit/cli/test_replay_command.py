@@ -60,7 +60,7 @@ def test_it_ends_with_what_the_lifetimes_did(tmp_path):
 
 
 def test_refusals_are_told_with_their_causes(tmp_path):
-    """Six short prompts at once for a slot, a queue and a line of one each, and two that no slot holds."""
+    """Send six short prompts at once to a slot, a queue and a line of one each, and two that no slot holds."""
     path = tmp_path / "log.jsonl"
     short = [record(0.0, [n] * 100, 200, name=f"short {n}") for n in range(6)]
     long = [record(1.0, [n] * 60_000, 200, name=f"long {n}") for n in range(2)]

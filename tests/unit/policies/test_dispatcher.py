@@ -356,7 +356,7 @@ def test_the_busier_the_replicas_the_less_a_wait_weighs_against_what_is_warm():
 
 
 def test_what_other_groups_hold_and_have_to_do_decides_nothing():
-    """Of one group's replicas only: "v" and its like are of another, which holds the prompt and is busy."""
+    """Choose among one group's replicas: "v" and its like are of another, which holds the prompt and is busy."""
     routing = dispatcher()
     routing.index.add("v", pack(HASHES))
     first, second = (routing.choose(number, HASHES, ["a", "b"], leaves=100, whole=False) for number in "12")

@@ -133,7 +133,7 @@ def test_samples_between_two_reports_are_bounded():
 
 
 def test_preemptions_are_counted_by_what_they_made_room_for():
-    """Over vLLM, whose cache was full; one more is told next."""
+    """Record preemptions of vLLM, whose cache was full; one more is told next."""
     recorder = Recorded()
     store = SimpleNamespace(left={}, lost={}, tier_limits={}, residency=Residency())
     for preempted in (2, 3):

@@ -41,7 +41,7 @@ NEWS_SECONDS = 1.0  # between two times that other gateways are told of prompts
 
 
 class GatewayHandle:
-    """Asks all gateways for responses, by the handle of their deployment (`OtherGateways`); `name` is who asks."""
+    """Ask all gateways for responses, by the handle of their deployment (`OtherGateways`); `name` is who asks."""
 
     def __init__(self, handle: Any, name: str) -> None:
         self._handle, self._name = handle, name

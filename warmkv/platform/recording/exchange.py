@@ -167,7 +167,7 @@ def _fault(code: int) -> str:
 
 @dataclass(slots=True)
 class Answer:
-    """What an answer tells: its usage, if it reports one, why it ended, and else of a stream how many events it had.
+    """Hold what an answer tells: its usage if it reports one, else how many events a stream had, and why it ended.
 
     `id` is that of the part with the usage: of an answer of the Responses API, the one that others go on from.
     """

@@ -55,7 +55,7 @@ class Step(Section):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a decision rests on. Measured are the requests that came since `since_of` says, none from before `begun`."""
+    """Hold what a decision rests on. Measured are requests since the time of `since_of`, none from before `begun`."""
 
     now: float  # Unix time
     versions: Sequence[Version]  # the last one first

@@ -31,7 +31,7 @@ class Latest(Generic[P, T]):
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """The settings in force, and what requests got by default over time."""
+    """Hold the settings in force, and what requests got by default over time."""
 
     now: Config
     defaults: Sequence[Default]  # by time, the first since always

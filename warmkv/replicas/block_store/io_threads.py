@@ -28,7 +28,7 @@ class IOThreads(Protocol):
 
 
 class Threads:
-    """A thread for each lane, started with its first job, whose current device is the replica's."""
+    """Run a thread for each lane, started with its first job, whose current device is the replica's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

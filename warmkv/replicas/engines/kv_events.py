@@ -28,7 +28,7 @@ VllmHash = bytes | int
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Consecutive blocks came to a medium. `parent` is the block before them, None at the start of a prompt.
+    """Tell that consecutive blocks came to a medium. `parent` is the block before them, None at the start of a prompt.
 
     Without tokens, as of what vLLM offloads, it names blocks that were told of before, and neither parent nor size.
     """

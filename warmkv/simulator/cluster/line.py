@@ -9,9 +9,9 @@ from warmkv.simulator.cluster.replica import Job
 
 
 class Line:
-    """At most `most` requests wait in each gateway for the same places: groups of replicas, or single ones.
+    """Hold requests that wait, at most `most` in each gateway for the same places: groups of replicas, or single ones.
 
-    They are one queue, so that whoever takes the next looks at the first of each alone.
+    Those for the same places are one queue, so that whoever takes the next looks at the first of each alone.
     """
 
     def __init__(self, most: int) -> None:

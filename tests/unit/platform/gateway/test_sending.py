@@ -262,7 +262,7 @@ def test_a_request_goes_where_its_policy_is_served_and_waits_there():
 
 
 def test_who_waits_for_one_group_takes_no_place_of_those_that_wait_for_another():
-    """Replica "1" of vLLM's group is busy; no replica of the own engine's runs."""
+    """Keep replica "1" of vLLM's group busy; no replica of the own engine's runs."""
     flags = ("engine.kind=vllm", "engine.max_slots=1", "engine.max_queue=1", "cluster.max_queued_requests=1")
 
     async def scenario(cluster: Cluster) -> None:
@@ -286,7 +286,7 @@ def test_who_waits_for_one_group_takes_no_place_of_those_that_wait_for_another()
 
 
 def test_a_circuit_is_that_of_its_replica_until_it_is_gone():
-    """A request for another group leaves it open; what fails behind the end of a replica is forgotten later."""
+    """Route for another group: the circuit stays open; what fails behind the end of a replica is forgotten later."""
 
     async def scenario(cluster: Cluster) -> None:
         breaker = cluster.router._dispatcher.breaker

@@ -489,7 +489,7 @@ def test_a_step_that_never_ends_is_noticed_and_one_that_ends_is_forgiven(driver)
 
 
 def test_threads_that_touch_the_device_make_it_their_current_one(driver, monkeypatch):
-    """Triton, events and graphs go by a thread's device: each begins with the first GPU."""
+    """Look at each thread: Triton, events and graphs go by its device, which is the first GPU at its start."""
     engine, second, made = driver().engine, torch.device("cuda:1"), dict[str, torch.device]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.update({threading.current_thread().name: device}))
     engine.model = dataclasses.replace(engine.model, device=second)

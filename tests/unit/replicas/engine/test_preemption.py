@@ -104,7 +104,7 @@ def test_one_is_set_aside_after_a_while_within_the_limit_of_bytes_unless_that_is
 
 @pytest.mark.parametrize(("parked", "expected"), [(2, 0), (100, 3)])
 def test_as_many_as_a_request_needs_are_set_aside_once_or_none(models, parked, expected):
-    """One of nine slots is free, and the prompt needs more than three with its workspace."""
+    """Leave one of nine slots free for a prompt that needs more than three with its workspace."""
     shape, spec = models["llama"].kv_shape, PolicySpec()
     slot = slot_bytes(spec, shape, 50, 80)
     assert 3 * slot < slot_bytes(spec, shape, 240, 6) + workspace_bytes(spec, shape, 240) <= 4 * slot

@@ -320,7 +320,7 @@ def test_health_is_that_of_vllm_and_of_its_steps(monkeypatch):
 
 
 def test_blocks_of_running_requests_are_no_memory_of_prefixes_as_well(monkeypatch):
-    """vLLM publishes full blocks of prompts that run: 20 of 16 bytes, where these use all but 100 of 1000 bytes."""
+    """Publish full blocks of prompts that run, as vLLM does: 20 of 16 bytes, where all but 100 of 1000 are used."""
 
     async def scenario() -> None:
         here = Setup(monkeypatch)

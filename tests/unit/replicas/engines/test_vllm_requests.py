@@ -25,7 +25,7 @@ def test_constraints_are_fields_of_vllm():
 
 
 def test_penalties_on_what_another_replica_drew_are_lost_in_vllm():
-    """Its tokens are of the prompt there, which only `repetition_penalty` counts."""
+    """Go on where the answer's tokens are of the prompt, which only `repetition_penalty` counts."""
     own, vllm = (EngineConfig(kind=kind).capabilities("model") for kind in ("warmkv", "vllm"))
     penalised = make_request([3], presence_penalty=1.0)
     resumed = replace(penalised, resume=(7, 8))

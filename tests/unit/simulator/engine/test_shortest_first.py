@@ -85,7 +85,7 @@ def test_fast_forward_behind_long_contexts_equals_stepping(records, limits, more
 
 
 def test_who_keeps_others_waiting_lets_them_pass_once_it_waits_for_a_prefix_itself():
-    """The third prompt comes to wait for the first while that is computed beside the second."""
+    """Have the third prompt wait for the first from some step on, while that is computed beside the second."""
     prompts = [[0] * 150 + [2] * 230, [3] * 198, [0] * 150 + [4] * 50, [5] * 9, [6] * 9, [7] * 9]
     records = [record(0.0, tokens, name=str(at)) for at, tokens in enumerate(prompts)]
     limits = config("engine.step_tokens=32", "engine.max_slots=16")

@@ -154,7 +154,7 @@ def test_instant_requests_find_what_a_pass_over_the_trace_finds(rows, room, ttl)
 
 
 def test_the_published_conversation_trace_has_its_ideal_hits():
-    """All blocks of one cache without limits, served at once, one by one; full blocks only, as live replicas keep."""
+    """Serve at once, one by one, from one cache without limits; full blocks only, as live replicas keep."""
     trace = traces.read(published("mooncake_conversation.jsonl")).take(np.arange(1000))
     settings = config("prefix_cache.memory_bytes=1TiB", "engine.kv_bytes=1TiB", "engine.max_slots=1")
     done = replayed(trace, settings, INSTANT, Variant(ttl=1e9))

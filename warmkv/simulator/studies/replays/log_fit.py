@@ -135,7 +135,7 @@ def _rows(records: RecordColumns, chunk: int, spec_of: SpecOf) -> tuple[Floats, 
 
 
 def _scaled(records: RecordColumns, until: float, config: Config, costs: UniformCosts) -> UniformCosts:
-    """Step 2: a compass search over the logarithms of three scales.
+    """Find three scales by a compass search over their logarithms (step 2).
 
     Requests are compared that ended `until` then, before others came that are not simulated. Where too few of them are
     as warm as they were, nothing is scaled.

@@ -146,7 +146,7 @@ def test_what_operators_do_is_written_down_and_what_is_refused(
 
 
 def test_a_change_whose_client_leaves_is_written_down(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer waits until all gateways have heard of the version, which is in force by then."""
+    """Leave while the answer waits until all gateways have heard of the version, which is in force by then."""
     change, made = Control.change, asyncio.Event()
 
     async def slow(self: Control, *args: Any) -> None:

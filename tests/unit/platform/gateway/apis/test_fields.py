@@ -193,7 +193,7 @@ def test_max_tokens_is_cut_to_what_there_is(tmp_path):
 
 
 def test_a_thinking_budget_is_cut_with_max_tokens(tmp_path, monkeypatch):
-    """Or all that is left would be thinking, and the answer have no text."""
+    """Leave room for text: else all that is left would be thinking."""
     made = ResponseFormat.of
     monkeypatch.setattr(ResponseFormat, "of", lambda *args: replace(made(*args), thinking_ids=(5, 6)))
     flags = ("model.response_template=hermes", "gateway.max_output_tokens=2000")

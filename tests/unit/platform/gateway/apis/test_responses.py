@@ -440,7 +440,7 @@ def test_a_conversation_goes_on_in_any_gateway(tmp_path):
 
 
 def test_a_deletion_that_a_gateway_does_not_answer_can_be_tried_again(tmp_path, monkeypatch):
-    """The response, another gateway's, is forgotten there, but stays where its client was told to try again."""
+    """Forget the response in the gateway that has it, and keep it where its client was told to try again."""
     gateways: list[Any] = []
     gateways += [Scripted(tmp_path, "An answer.", others=gateways) for _ in range(2)]
     forget = Scripted.delete_response

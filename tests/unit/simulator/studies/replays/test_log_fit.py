@@ -95,7 +95,7 @@ def test_a_log_without_timings_is_refused():
 
 
 def test_what_was_written_before_the_log_begins_does_not_make_prefill_cheap():
-    """Thirty prompts come twice; the log has the second half of the first time, and all of the second."""
+    """Send thirty prompts twice; the log has the second half of the first time, and all of the second."""
     settings = config()
     prompts = [record(5.0 * n, [n % 30] * (9 + 7 * (n % 30)), output=2 + n % 5, name=str(n)) for n in range(60)]
     jobs, _ = run(prompts, settings, cost=TRUE)
@@ -109,7 +109,7 @@ def test_what_was_written_before_the_log_begins_does_not_make_prefill_cheap():
 
 
 def test_requests_that_ran_beside_others_that_are_not_simulated_are_not_compared(monkeypatch):
-    """Thirty requests come alone, then many at once, of which a part is simulated."""
+    """Send thirty requests alone, then many at once, of which a part is simulated."""
     monkeypatch.setattr(log_fit, "MOST_SIMULATED", 60)
     settings = config()
     times = [100.0 * min(n, 30) for n in range(150)]

@@ -235,7 +235,7 @@ def test_a_level_is_averaged_over_time_in_any_order():
 
 
 def test_a_peak_is_that_of_the_times_of_changes():
-    """An expiration is reported late, with its own time."""
+    """Report an expiration late, with its own time."""
     level = TimeWeightedGauge()
     for amount, at in [(1, 1.0), (1, 400.0), (-1, 301.0)]:
         level.change(amount, at)
