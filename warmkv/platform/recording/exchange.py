@@ -72,10 +72,10 @@ class Analyst:
         parts = prompt_text.parts_of(body)
         if api != "messages":
             parts = [part._replace(ttl=None) for part in parts]
-        tenant = self._tenant(exchange.headers)
+        tenant, head = self._tenant(exchange.headers), _head(body, model) if api == "responses" else b""
         if not prompt_text.is_whole(body):
             name = f"{exchange.started} {self._number}"
-            known = self._conversations.prefix(tenant, earlier(body), _head(body, model))
+            known = self._conversations.prefix(tenant, earlier(body), head)
             tokens, plan, scale = self._continued(known, usage.prompt if usage else 0, name)
         else:
             if usage is not None and self._tokenize is None and self._state.scale.learn(model, parts, usage.prompt):
@@ -83,7 +83,7 @@ class Analyst:
             tokens, plan, scale = self._plan(parts, model, tenant)
         if api == "responses" and usage is not None:
             names = (answer.id, conversation_of(body))
-            self._conversations.add(tenant, names, _head(body, model), plan.hashes)
+            self._conversations.add(tenant, names, head, plan.hashes)
         outcome = "error" if exchange.outcome == "ok" and (exchange.code >= 400 or answer.error) else exchange.outcome
         ok = outcome == "ok"
         return RequestRecord(
