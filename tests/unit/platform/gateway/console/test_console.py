@@ -17,7 +17,7 @@ from tests.unit.platform.conftest import OPERATOR
 from tests.unit.platform.gateway.access.test_access import OPERATORS, TENANTS
 from warmkv.platform.gateway.console import FOLDER, PATHS
 from warmkv.prefixes.misses import Reason
-from warmkv.simulator.studies.replays.step_times import ENOUGH
+from warmkv.simulator.studies.replays.log_fit import ENOUGH
 
 TEXT = "for position in range(length):\n    total += position\n" * 12
 
