@@ -37,7 +37,7 @@ NOT_OF_WARMKV = ("prefix_cache.keep_warm",)
 """Settings that only vLLM needs."""
 
 
-VLLM_STORAGES = {"model": "auto", "fp8": "fp8_e4m3"}
+VLLM_STORAGES = {"model": "auto", "fp8": "fp8_e4m3", "int4": "int4_per_token_head"}
 """Formats of `prefix_cache.storage` by vLLM's `kv_cache_dtype`."""
 
 

@@ -16,6 +16,7 @@ from warmkv.model_shape import ModelShape, ModelShapeError, figures, kv_figures,
 from warmkv.policies import memory_plan
 from warmkv.policies.memory_plan import MemoryPlan, MemoryPlanError, ModelSizes
 from warmkv.policies.tiers import weight
+from warmkv.policy_spec import STORAGES
 from warmkv.replicas import device_memory
 from warmkv.replicas.loading.load import fetch, resolve_device, resolve_dtype
 from warmkv.replicas.loading.tokenizer import load_max_context
@@ -161,16 +162,19 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
 
 
 def check_storage(storage: str, device: torch.device, head_dim: int) -> None:
-    """Raise ConfigError where vLLM's attention on a CPU cannot read a cache in a format."""
-    if device.type != "cpu" or storage == "model":
-        return
+    """Raise ConfigError where vLLM's attention cannot read a cache in a format on a device, or with such heads."""
     lacking = ""
-    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
-        lacking = "a CPU with AVX-512 or AMX"
-    elif head_dim % FP8_HEAD:
-        lacking = f"heads of a multiple of {FP8_HEAD}: the model's have {head_dim}"
+    if storage == "int4" and device.type == "cpu":
+        lacking = "a GPU"
+    elif head_dim % STORAGES[storage].head_dim_multiple:
+        lacking = f"heads of a multiple of {STORAGES[storage].head_dim_multiple}: the model's have {head_dim}"
+    elif storage == "fp8" and device.type == "cpu":
+        if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+            lacking = "a CPU with AVX-512 or AMX"
+        elif head_dim % FP8_HEAD:
+            lacking = f"heads of a multiple of {FP8_HEAD}: the model's have {head_dim}"
     if lacking:
-        raise ConfigError(f"prefix_cache.storage: {storage} on a CPU with engine.kind vllm needs {lacking}")
+        raise ConfigError(f"prefix_cache.storage: {storage} with engine.kind vllm needs {lacking}")
 
 
 def endpoint(folder: Path, name: str) -> str:

@@ -70,7 +70,7 @@ kernels.attend = to_zeros
 chance = random.Random(0)
 POLICIES = (
     "full h2o@20 rocketkv@20:window=4 streaming_llm@20 fastgen adakv@24:window=6 "
-    "full+fp8 tova@20+fp8 streaming_llm@20+turbo3 h2o@20+turbo4 full+kivi4 h2o@90+kivi4"
+    "full+fp8 tova@20+fp8 h2o@20+int4 streaming_llm@20+turbo3 h2o@20+turbo4 full+kivi4 h2o@90+kivi4"
 ).split()
 for family, windows in (("llama", False), ("mistral-windowed", True)):
     model = random_model(family.split("-")[0])

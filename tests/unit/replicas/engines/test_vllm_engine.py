@@ -347,28 +347,42 @@ def test_what_vllm_is_started_with_follows_from_the_settings_and_the_model():
         vllm_start.start_llm(odd, model, None, 1, Path("/gone"), None)  # type: ignore[arg-type]
 
 
-def test_a_cache_in_fp8_takes_a_byte_a_number():
+@pytest.mark.parametrize(("storage", "entry"), [("fp8", 2 * 32), ("int4", 32 + 8)])
+def test_a_packed_cache_takes_what_its_format_says(storage, entry):
     config = parse(
-        {"engine": {"kind": "vllm"}, "prefix_cache": {"storage": "fp8"}, "compression": {"policy": "full+fp8"}}
+        {
+            "engine": {"kind": "vllm"},
+            "prefix_cache": {"storage": storage},
+            "compression": {"policy": f"full+{storage}"},
+        }
     )
     model = vllm_start.read_model(config)
-    assert (model.storage, model.token_bytes) == ("fp8", 6 * 2 * 32 * 2)
+    assert (model.storage, model.token_bytes) == (storage, 6 * 2 * entry)
+    assert config.capabilities[""].policies == (f"full+{storage}",)
 
 
 @pytest.mark.parametrize(
-    ("avx512", "head_dim", "lacking"),
-    [(True, 64, ""), (False, 64, "a CPU with AVX-512 or AMX"), (True, 80, "heads of a multiple of 32: .* have 80")],
+    ("storage", "device", "avx512", "head_dim", "lacking"),
+    [
+        ("fp8", "cpu", True, 64, ""),
+        ("fp8", "cpu", False, 64, "a CPU with AVX-512 or AMX"),
+        ("fp8", "cpu", True, 80, "heads of a multiple of 32: .* have 80"),
+        ("fp8", "cuda", False, 80, ""),
+        ("int4", "cpu", True, 64, "a GPU"),
+        ("int4", "cuda", False, 80, ""),
+        ("int4", "cuda", False, 81, "heads of a multiple of 2: .* have 81"),
+        ("model", "cpu", False, 81, ""),
+    ],
 )
-def test_fp8_on_a_cpu_is_refused_by_what_it_lacks(avx512, head_dim, lacking, monkeypatch):
+def test_a_format_is_refused_by_what_it_lacks(storage, device, avx512, head_dim, lacking, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    cpu = torch.device("cpu")
-    vllm_start.check_storage("model", cpu, head_dim)
-    vllm_start.check_storage("fp8", torch.device("cuda"), head_dim)
     with (
-        pytest.raises(ValueError, match=rf"prefix_cache\.storage: fp8 .* needs {lacking}") if lacking else nullcontext()
+        pytest.raises(ValueError, match=rf"prefix_cache\.storage: {storage} .* needs {lacking}")
+        if lacking
+        else nullcontext()
     ):
-        vllm_start.check_storage("fp8", cpu, head_dim)
+        vllm_start.check_storage(storage, torch.device(device), head_dim)
 
 
 def test_a_prefix_is_touched_by_a_request_of_one_token_that_nobody_is_billed_for(monkeypatch):

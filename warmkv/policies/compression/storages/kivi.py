@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import TYPE_CHECKING, Literal
 
+from warmkv.policies.compression.integers import LARGEST, dequantise, quantise
 from warmkv.policies.compression.packing import pack, unpack
 from warmkv.policies.compression.storage_format import SCALE_BYTES, StorageFormat, register
 
@@ -13,11 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 32  # numbers that share a zero point and a step
-# Below float16's 65504 by more than the rounding of a step, 15 times, can add: decoding gives no infinity.
-_LARGEST = 65_000.0
-# A group whose step is smaller counts as constant. Below, float16 has so few bits left that rounding the step could
-# cost the largest number its highest code; encoding what was decoded would then give other codes.
-_SMALLEST_STEP = 2.0**-20
 
 
 class Kivi(StorageFormat):
@@ -52,20 +48,20 @@ class Kivi(StorageFormat):
         return codes + key_scales + value_scales
 
     def encode_keys(self, keys: Tensor) -> tuple[Tensor, ...]:
-        codes, zero, step = _quantise(_grouped(keys), dim=-2, bits=self.bits)
+        codes, zero, step = quantise(_grouped(keys), dim=-2, bits=self.bits)
         return pack(codes, self.bits, dim=-2), zero.squeeze(-2), step.squeeze(-2)
 
     def decode_keys(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         packed, zero, step = parts
         codes = unpack(packed, self.bits, dim=-2)
-        return _dequantise(codes, zero.unsqueeze(-2), step.unsqueeze(-2)).flatten(-3, -2).to(dtype)
+        return dequantise(codes, zero.unsqueeze(-2), step.unsqueeze(-2)).flatten(-3, -2).to(dtype)
 
     def encode_values(self, values: Tensor) -> tuple[Tensor, ...]:
         import torch
 
         channels = gcd(GROUP, values.shape[-1])
         by_token = torch.unflatten(_grouped(values), -1, (values.shape[-1] // channels, channels))
-        codes, zero, step = _quantise(by_token, dim=-1, bits=self.bits)
+        codes, zero, step = quantise(by_token, dim=-1, bits=self.bits)
         return pack(codes.flatten(-2), self.bits, dim=-2), zero.squeeze(-1), step.squeeze(-1)
 
     def decode_values(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -74,7 +70,7 @@ class Kivi(StorageFormat):
         packed, zero, step = parts
         groups = zero.shape[-1]
         codes = torch.unflatten(unpack(packed, self.bits, dim=-2), -1, (groups, packed.shape[-1] // groups))
-        return _dequantise(codes, zero.unsqueeze(-1), step.unsqueeze(-1)).flatten(-2).flatten(-3, -2).to(dtype)
+        return dequantise(codes, zero.unsqueeze(-1), step.unsqueeze(-1)).flatten(-2).flatten(-3, -2).to(dtype)
 
 
 def _grouped(x: Tensor) -> Tensor:
@@ -84,44 +80,8 @@ def _grouped(x: Tensor) -> Tensor:
     entries = x.shape[-2]
     if entries % GROUP:
         raise ValueError(f"KIVI encodes groups of {GROUP} entries, not {entries}: keep the last ones as they are")
-    clamped = x.float().clamp(-_LARGEST, _LARGEST)
+    clamped = x.float().clamp(-LARGEST, LARGEST)
     return torch.unflatten(clamped, -2, (entries // GROUP, GROUP))
-
-
-def _quantise(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uint8 codes of float32 `x`, and a float16 zero point and step for each group, which is all of dimension
-    `dim`.
-
-    Codes are computed with the zero point and the step as stored, so that the rounding of these adds next to no error.
-    The least number has code 0 and the greatest the highest, so encoding what was decoded finds the same range.
-    """
-    import torch
-
-    highest = 2**bits - 1
-    least = x.amin(dim, keepdim=True)
-    spacing = _half_spacing(least)
-    zero = (least / spacing).ceil() * spacing  # upwards: one that is below the least number might not give it code 0
-    step = (x.amax(dim, keepdim=True) - zero) / highest
-    spacing = _half_spacing(step)
-    step = (step / spacing).round() * spacing
-    step = torch.where(step < _SMALLEST_STEP, 0.0, step)  # or negative: the zero point may be above a narrow group
-    codes = ((x - zero) / torch.where(step == 0, 1.0, step)).round().clamp(0, highest).to(torch.uint8)
-    return codes, zero.half(), step.half()
-
-
-def _dequantise(codes: Tensor, zero: Tensor, step: Tensor) -> Tensor:
-    return zero.float().addcmul(step.float(), codes.float())
-
-
-def _half_spacing(x: Tensor) -> Tensor:
-    """Return the distance between neighbouring float16 numbers at float32 `x`, by its exponent.
-
-    Rounding to it stays in float32, because a compiler that fuses `x.half().float()` leaves out the rounding.
-    """
-    import torch
-
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)  # the greatest power of two that is not beyond |x|
-    return power.clamp(min=2.0**-14) * 2.0**-10
 
 
 register(Kivi(4))

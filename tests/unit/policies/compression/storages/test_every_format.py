@@ -21,7 +21,7 @@ def test_a_storage_is_found_by_its_name(name):
 
 
 def test_an_unknown_storage_is_refused():
-    with pytest.raises(KeyError, match="no storage is called 'int7'; there are fp8, kivi2"):
+    with pytest.raises(KeyError, match="no storage is called 'int7'; there are fp8, int4, kivi2"):
         STORAGES["int7"]
 
 
