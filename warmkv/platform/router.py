@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -40,6 +40,7 @@ class Router:
     ) -> None:
         self._config, self._recorder = config, recorder
         self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock, late=True)
+        self._slots = {name: group.engine.max_slots for name, group in config.groups().items()}
         self._lifetimes = Lifetimes.of(config.prefix_cache)
 
     def taking(self, replicas: Sequence[str]) -> int:
@@ -89,6 +90,12 @@ class Router:
     def disconnected(self, replica: str) -> None:
         """Forget what is booked on a replica whose connection is lost."""
         self._dispatcher.in_flight.drop(replica)
+
+    def running(self, groups: Mapping[str, str]) -> None:
+        """Take the groups of the replicas that run: in some, replicas decode more sequences together than in others."""
+        slots = {replica: self._slots[group] for replica, group in groups.items()}
+        usual = self._config.engine.max_slots
+        self._dispatcher.slots_of = {replica: own for replica, own in slots.items() if own != usual}
 
     def gone(self, replica: str, left: Collection[str]) -> None:
         """Forget a replica that does not run any more; `left` are the others, of all groups."""

@@ -176,14 +176,16 @@ class Dispatcher:
     """The decisions of one router: its copy of the index, its bookings, and the settings at start.
 
     A choice awaits and calls nothing, so in an event loop choosing and booking are one step. `slots` is how
-    many sequences a replica decodes together; `clock`, in seconds, times the breaker. `late` says that the index is
-    told of blocks only some time after they are there.
+    many sequences a replica decodes together, and `slots_of` may be filled with those that decode another number;
+    `clock`, in seconds, times the breaker. `late` says that the index is told of blocks only some time after they are
+    there.
     """
 
     def __init__(
         self, config: RoutingConfig, slots: int, random: Random, clock: Callable[[], float], *, late: bool = False
     ) -> None:
         self._config, self._slots, self._random = config, slots, random
+        self.slots_of: dict[str, int] = {}
         self._turn = 0
         self._busy = 0.0  # share of the replicas that have a prompt to compute, averaged over decisions
         self.index = PrefixIndex()
@@ -255,7 +257,9 @@ class Dispatcher:
             held = {**warm, **{name: (depth, depth, depth) for name, depth in in_flight_prefixes.items()}}
         self._busy += (min(1.0, busy / len(replicas)) - self._busy) / BUSY_DECISIONS
         idle = 1 - self._busy
-        view = View(replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given, idle, session)
+        view = View(
+            replicas, hashes, held, load, self._slots, self._turn, fetch, ahead, given, idle, session, self.slots_of
+        )
         order = rank(view, config, self._random)
         self._turn += 1
         reason = ""

@@ -47,6 +47,7 @@ class View:
         recent: dict[str, float] = NOTHING,
         idle_share: float = 1.0,
         session: bytes = b"",
+        slots_of: dict[str, int] = NOTHING,
     ) -> None:
         self.replicas = replicas
         self.hashes = hashes  # of the prompt's full blocks
@@ -59,6 +60,7 @@ class View:
         self.recent = recent  # work that each was given lately, in any unit
         self.idle_share = idle_share  # share of the replicas that have no prompt to compute, on average
         self.session = session  # that the request names; empty for none
+        self.slots_of = slots_of  # of replicas that decode another number together
 
 
 def rank(view: View, config: RoutingConfig, random: Random) -> list[str]:
@@ -120,11 +122,12 @@ def _prefix_cost(view: View, config: RoutingConfig, random: Random) -> list[str]
         costs.append(cost)
     if session and replicas:
         costs[replicas.index(_by_session(replicas, session)[0])] -= SESSION_CREDIT
-    if idle * (most - least) >= config.overload or most > slots:
+    slots_of = view.slots_of
+    if idle * (most - least) >= config.overload or most > slots or slots_of:
         for at, replica in enumerate(replicas):
             busy = load.get(replica, 0)
             overloaded = idle * (busy - least) >= config.overload
-            costs[at] += idle * QUEUE_WEIGHT * max(0, busy - slots) + BEHIND * overloaded
+            costs[at] += idle * QUEUE_WEIGHT * max(0, busy - slots_of.get(replica, slots)) + BEHIND * overloaded
     return [replicas[at] for at in sorted(range(len(costs)), key=costs.__getitem__)]
 
 

@@ -49,3 +49,19 @@ def test_what_was_expected_is_held_against_what_was_found() -> None:
         if name == "warmkv_expected_tokens":
             tokens[labels["outcome"]] = tokens.get(labels["outcome"], 0) + value
     assert tokens == {"found": 3 * SIZE + SIZE + 3 * SIZE, "missing": 2 * SIZE, "unexpected": 10}
+
+
+def test_the_queue_of_a_replica_begins_behind_the_slots_of_its_group() -> None:
+    small = ["engine.max_slots=8", "cluster.groups={small: {engine: {max_slots: 1}}}", "routing.load_weight=0"]
+    router = Router(load(flags=small, environ={}), Counted(), Random(0), lambda: 0.0)
+    router._dispatcher.index.add("a", pack(HASHES))  # four blocks; each request that waits counts as eight
+
+    async def bests(group: str) -> list[str]:
+        router.running({"a": group, "b": ""})
+        found = [router.choose(number, Attempt(request(number)), ["a", "b"])[0] for number in range(8)]
+        for number in range(8):
+            router.release(number)
+        return found
+
+    assert asyncio.run(bests("")).count("a") == 8
+    assert asyncio.run(bests("small")).count("a") < 4

@@ -24,7 +24,8 @@ def device(**blocks):
 
 
 def order(warm=None, load=None, *, blocks=10, replicas=REPLICAS, slots=100, turn=0, seed=0, **settings):
-    known = {name: settings.pop(name) for name in ("prefill", "recent", "idle_share", "session") if name in settings}
+    beside = ("prefill", "recent", "idle_share", "session", "slots_of")
+    known = {name: settings.pop(name) for name in beside if name in settings}
     constants = {name: settings.pop(name) for name in [*settings] if name.isupper()}
     config, warm, load = RoutingConfig(**settings), warm or {}, load or {}
     view = View(replicas, HASHES[:blocks], warm, load, slots, turn, choose_donor(replicas, warm, load, config), **known)
@@ -168,10 +169,13 @@ def test_every_replica_is_ranked_once_whatever_the_policy(policy, warm, load, tu
     LOADS,
     st.dictionaries(st.sampled_from(REPLICAS), st.integers(1, 30).map(float)),
     st.integers(1, 12),
+    st.dictionaries(st.sampled_from(REPLICAS), st.integers(1, 12), max_size=2),
     st.booleans(),
     st.floats(0, 1),
 )
-def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, recent, slots, transfer, idle_share):
+def test_the_order_is_that_of_the_cost_as_it_is_defined(
+    warm, load, prefill, recent, slots, slots_of, transfer, idle_share
+):
     constants = {
         "load_weight": 0.5,
         "QUEUE_WEIGHT": 2.0,
@@ -180,9 +184,8 @@ def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, rec
         "ROOM_WEIGHT": 0.75,
     }
     settings = {**constants, "load_weight": 0.5, "overload": 6, "transfer": transfer}
-    ranking = order(
-        warm, load, blocks=50, slots=slots, prefill=prefill, recent=recent, idle_share=idle_share, **settings
-    )
+    known = {"prefill": prefill, "recent": recent, "idle_share": idle_share, "slots_of": slots_of}
+    ranking = order(warm, load, blocks=50, slots=slots, **known, **settings)
 
     def cost(replica):
         busy, depths = load.get(replica, 0), warm.get(replica, (0, 0, 0))
@@ -192,7 +195,9 @@ def test_the_order_is_that_of_the_cost_as_it_is_defined(warm, load, prefill, rec
             fetching = max(FETCH_SHARE, idle_share) * (TRANSFER_START + TRANSFER_BLOCK * lacking)
             left = min(left, left - lacking + fetching)
         overloaded = idle_share * (busy - min(load.get(name, 0) for name in REPLICAS)) >= 6
-        waiting = idle_share * 2.0 * max(0, busy - slots) + idle_share * 0.25 * prefill.get(replica, 0)
+        waiting = idle_share * 2.0 * max(0, busy - slots_of.get(replica, slots)) + idle_share * 0.25 * prefill.get(
+            replica, 0
+        )
         share = recent.get(replica, 0.0) / max(1.0, sum(recent.values()))
         left += 0.75 * (50 - depths[2])
         return overloaded, left + idle_share * 0.5 * busy + waiting + 3.0 * share

@@ -336,6 +336,8 @@ class Cluster:
         kind = self._kinds[group]
         config = kind.config
         self._group_of[name] = group
+        for gateway in self._gateways:
+            gateway.opened(name, config.engine.max_slots)
         return SimulatedReplica(
             self._env,
             name,

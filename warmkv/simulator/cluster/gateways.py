@@ -26,11 +26,16 @@ class SimulatedGateway:
     def __init__(self, config: Config, warm: Warm, alone: bool, random: Random, clock: Callable[[], float]) -> None:
         late = config.simulator.index_delay > 0
         self._dispatcher = Dispatcher(config.routing, config.engine.max_slots, random, clock, late=late)
-        self.in_flight = self._dispatcher.in_flight
+        self.in_flight, self._slots = self._dispatcher.in_flight, config.engine.max_slots
         self._warm, self._alone, self._one_kind = warm, alone, not config.cluster.groups
         self._lifetimes = Lifetimes.of(config.prefix_cache) if config.prefix_cache.enabled else None
         self.writers = Writers()
         self._by_session = config.routing.policy == "sticky_session"
+
+    def opened(self, replica: str, slots: int) -> None:
+        """Learn of a replica, and how many sequences it decodes together."""
+        if slots != self._slots:
+            self._dispatcher.slots_of[replica] = slots
 
     def choose(
         self, job: Job, replicas: Sequence[str], now: float, *, moves: bool = True, whole: bool = True

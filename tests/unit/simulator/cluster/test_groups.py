@@ -68,6 +68,17 @@ def test_a_group_of_the_same_kind_is_more_replicas(records, policy, gateways):
     assert outcome.alive.value == expected.alive.value == 3
 
 
+def test_the_queue_of_a_replica_begins_behind_the_slots_of_its_group():
+    """Ask at once for what the first replica, of one slot, has warm: what would wait there goes to the other one."""
+    shared = [record(0.0, range(9)), *(record(9.0, range(9)) for _ in range(7))]
+    flags = ("engine.max_slots=1", "routing.load_weight=0", "routing.transfer=false", "simulator.index_delay=0")
+    there = []
+    for slots in (1, 8):
+        jobs, _ = run(shared, config(f"cluster.groups={{more: {{engine: {{max_slots: {slots}}}}}}}", *flags))
+        there.append([job.replica for job in jobs].count("replica-more-0"))
+    assert there[0] < there[1]
+
+
 def test_what_waits_for_one_group_is_not_given_to_another():
     """Let the only replica of a group die: its requests wait until there is another one."""
     failing = "simulator.failures=[{at: 1, replica: 0, seconds: 2}]"
