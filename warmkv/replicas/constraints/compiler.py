@@ -38,6 +38,9 @@ PROBED = 4
 MOST_CACHED = 64
 """Compiled constraints that are kept, whatever asks for them: the ones used last."""
 
+MOST_CACHED_CHARACTERS = 1 << 20
+"""Characters of these together: compiled objects take some 100 bytes for each."""
+
 WHITESPACE = r" |\n[ \t]{0,32}"
 """Between the tokens of JSON, or none: as json.dumps writes it, with and without indentation. No more, since models
 that may write whitespace for ever sometimes do."""
@@ -72,7 +75,7 @@ class Compiler:
         compiled = _compile(constraint, tokenizer)
         with self._lock:
             self._compiled[constraint] = compiled
-            if len(self._compiled) > MOST_CACHED:
+            while len(self._compiled) > MOST_CACHED or self._characters() > MOST_CACHED_CHARACTERS:
                 self._compiled.popitem(last=False)
         return compiled.deep_copy()
 
@@ -94,6 +97,9 @@ class Compiler:
             size = max(self._vocabulary, backend.get_vocab_size(with_added_tokens=True))
             self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._eos_ids or None)
         return self._tokenizer
+
+    def _characters(self) -> int:
+        return sum(len(constraint.text) for constraint in self._compiled)
 
     @property
     def cached(self) -> int:

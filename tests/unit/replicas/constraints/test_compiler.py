@@ -96,6 +96,14 @@ def test_equal_constraints_are_compiled_once_and_few_are_kept(monkeypatch):
     assert compiled == [*wanted, wanted[0]]
 
 
+def test_constraints_that_are_kept_are_bounded_in_characters_too(monkeypatch):
+    monkeypatch.setattr(compiling, "MOST_CACHED_CHARACTERS", 100)
+    compiler = Compiler(SimpleNamespace(backend_tokenizer=TOKENIZER), eos_ids=[EOS])
+    for count, cached in ((40, 1), (41, 2), (42, 2), (101, 0), (10, 1)):
+        assert compiler.matcher(Constraint("choice", f'["{"a" * (count - 4)}"]')).consume_token(ids("a")[0])
+        assert compiler.cached == cached
+
+
 def test_a_tokenizer_in_python_is_refused_by_name():
     with pytest.raises(ConstraintError, match="tokenizers library"):
         Compiler(PurePython(TOKENIZER)).matcher(Constraint("json_object"))
