@@ -28,6 +28,7 @@ PDF = {"type": "base64", "media_type": "application/pdf", "data": "AA=="}
 SCHEMA = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 NAMED = {"type": "function", "function": {"name": "look"}}
+LEFT_OUT = {"type": "web_search", "external_web_access": False}
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         },
         "tool_choice: there is no tool 'x'",
     ),
+    *(
+        (path, {"tools": tools, "tool_choice": "required"}, "tool_choice: there are no tools")
+        for path, tools in ((CHAT, []), (RESPONSES, []), (RESPONSES, [LEFT_OUT]))
+    ),
+    (RESPONSES, {"tool_choice": {"type": "function", "name": "look"}}, "tool_choice: there are no tools"),
     # fields
     (MESSAGES, {"compaction": {"instructions": "x"}}, "compaction: this server does not support it"),
     (COUNT, {"compaction": {"instructions": "x"}}, "compaction: this server does not support it"),

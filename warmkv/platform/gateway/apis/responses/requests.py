@@ -153,7 +153,7 @@ class ResponsesRequest(Body):
             "response_format": _format(self.text.format),
             "reasoning_effort": self.reasoning.effort,
             "tools": tools or None,
-            "tool_choice": _choice(self.tool_choice) if tools else None,
+            "tool_choice": _choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls if tools else None,
             "logprobs": self.includes_logprobs,
             "top_logprobs": self.top_logprobs if self.includes_logprobs else None,
