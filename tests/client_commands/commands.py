@@ -184,14 +184,14 @@ model_provider = "warmkv"
 [model_providers.warmkv]
 name = "warmkv"
 base_url = "{run.service.url}/v1"
-env_key = "WARMKV_API_KEY"
+env_key = "WARMKV_TENANT_KEY"
 wire_api = "responses"
 
 [analytics]
 enabled = false
 """
     )
-    environ = {"CODEX_HOME": str(run.folder / "codex"), "WARMKV_API_KEY": "agent"}
+    environ = {"CODEX_HOME": str(run.folder / "codex"), "WARMKV_TENANT_KEY": "agent"}
 
     def turn(*words: str) -> None:
         run("exec", *words, "--skip-git-repo-check", "--json", **environ)

@@ -100,10 +100,10 @@ def tenant_with_key(file: Path) -> str:
 
 def _explain(url: str, config: Config, console: Console) -> None:
     name, open_to_all = config.model.name, config.gateway.is_open
-    key = '"any"' if open_to_all else 'os.environ["WARMKV_API_KEY"]'
-    shown = "" if open_to_all else ' -H "x-api-key: $WARMKV_API_KEY"'
+    key = '"any"' if open_to_all else 'os.environ["WARMKV_TENANT_KEY"]'
+    shown = "" if open_to_all else ' -H "x-api-key: $WARMKV_TENANT_KEY"'
     if not open_to_all:
-        console.print("    export WARMKV_API_KEY=...    # of one of the tenants\n")
+        console.print("    export WARMKV_TENANT_KEY=...    # of one of the tenants\n")
     console.print(Text.assemble("serving ", (name, "bold"), " at ", (url, "bold"), " (Ctrl-C stops it)\n"))
     console.print(
         f"    import anthropic{'' if open_to_all else ', os'}\n"

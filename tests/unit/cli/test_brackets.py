@@ -100,11 +100,12 @@ def test_a_model_with_brackets_is_served_under_its_name():
 def test_with_tenants_the_examples_have_a_key():
     from warmkv.platform.serving import _explain
 
-    for tenants, key in (([], 'api_key="any"'), ([{"name": "a", "key_sha256": "0" * 64}], "$WARMKV_API_KEY")):
+    for tenants, key in (([], 'api_key="any"'), ([{"name": "a", "key_sha256": "0" * 64}], "$WARMKV_TENANT_KEY")):
         out = io.StringIO()
         _explain("http://x", Config.model_validate({"gateway": {"tenants": tenants}}), Terminal(file=out))
         assert key in out.getvalue()
-        assert ("export WARMKV_API_KEY" in out.getvalue()) == bool(tenants)
+        assert ("export WARMKV_TENANT_KEY" in out.getvalue()) == bool(tenants)
+        assert "WARMKV_API_KEY" not in out.getvalue()  # an operator's, by which `warmkv policy` would go
 
 
 def test_tables_show_brackets_and_lose_nothing():
