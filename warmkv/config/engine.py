@@ -30,11 +30,11 @@ NOT_OF_VLLM = (
     "prefix_cache.tenant_share",
     "prefix_cache.packs",
 )
-"""Settings of what vLLM does in its own way, or not at all: with it they keep their defaults."""
+"""Settings of what vLLM does in its own way, or not at all."""
 
 
-NOT_OF_WARMKV = ("prefix_cache.keep_warm",)
-"""Settings that only vLLM needs."""
+NOT_OF: dict[str, tuple[str, ...]] = {"vllm": NOT_OF_VLLM, "warmkv": ("prefix_cache.keep_warm",)}
+"""Settings that an engine lacks, or has no need of: with it they keep their defaults."""
 
 
 VLLM_STORAGES = {"model": "auto", "fp8": "fp8_e4m3", "int4": "int4_per_token_head"}

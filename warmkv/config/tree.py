@@ -15,7 +15,7 @@ from warmkv.config.cluster import ClusterConfig
 from warmkv.config.compression import CompressionConfig
 from warmkv.config.control import ControlConfig
 from warmkv.config.dashboards import DashboardsConfig
-from warmkv.config.engine import NOT_OF_VLLM, NOT_OF_WARMKV, VLLM_STORAGES, EngineConfig
+from warmkv.config.engine import NOT_OF, VLLM_STORAGES, EngineConfig
 from warmkv.config.gateway import GatewayConfig
 from warmkv.config.model import ModelConfig
 from warmkv.config.prefix_cache import PrefixCacheConfig
@@ -97,7 +97,7 @@ class Config(Section):
     def _check(self) -> Config:
         if self.engine.kind == "vllm":
             self._check_vllm()
-        self._check_defaults(NOT_OF_VLLM if self.engine.kind == "vllm" else NOT_OF_WARMKV)
+        self._check_defaults(NOT_OF[self.engine.kind])
         if self.engine.batch_invariant and (storage := self.prefix_cache.storage) != "model":
             raise ValueError(
                 f"engine.batch_invariant cannot be had with prefix_cache.storage {storage}: what others have stored "
@@ -189,8 +189,13 @@ def _group(plain: Config, name: str, tree: Mapping[str, Any]) -> Config:
             known = ", ".join(sorted(OF_GROUPS[section]))
             raise ValueError(f"{at}.{section}.{other[0]} cannot differ; known: {known}")
         merged[section] = {**merged.get(section, {}), **copy.deepcopy(dict(settings))}
+    kind = merged.get("engine", {}).get("kind", plain.engine.kind)
+    for setting in NOT_OF.get(str(kind), ()):  # inherited ones are left out; the group's own are refused
+        section, _, key = setting.partition(".")
+        if key not in tree.get(section, {}):
+            merged.get(section, {}).pop(key, None)
     storage = merged.get("prefix_cache", {}).get("storage")
-    if merged.get("engine", {}).get("kind") == "vllm" and storage in VLLM_STORAGES:
+    if kind == "vllm" and storage in VLLM_STORAGES:
         merged["compression"] = {"policy": {"storage": storage}}  # the only one that it serves
     try:
         group = Config.model_validate(merged)

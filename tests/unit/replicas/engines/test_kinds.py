@@ -121,6 +121,24 @@ def test_a_group_has_the_settings_of_the_others_but_for_those_it_names():
     assert parse(config.model_dump(mode="json")).groups() == config.groups()
 
 
+@pytest.mark.parametrize("setting", NOT_OF_VLLM)
+def test_a_group_of_vllm_inherits_nothing_that_vllm_lacks(setting):
+    section, name = setting.split(".")
+    own, vllm = parse({**BOTH, section: {name: OTHERS[setting]}}).groups().values()
+    default = getattr(getattr(parse({}), section), name)
+    assert getattr(getattr(own, section), name) != default
+    assert getattr(getattr(vllm, section), name) == default
+
+
+def test_a_group_of_warmkv_s_own_engine_keeps_nothing_warm_beside_vllm():
+    groups = {"own": {"engine": {"kind": "warmkv"}}, "more": {}}
+    settings = {"engine": {"kind": "vllm"}, "prefix_cache": {"keep_warm": 8}, "cluster": {"groups": groups}}
+    assert [group.prefix_cache.keep_warm for group in parse(settings).groups().values()] == [8, 0, 8]
+    groups["own"]["prefix_cache"] = {"keep_warm": 8}
+    with pytest.raises(ConfigError, match=r"own: prefix_cache\.keep_warm cannot be had from an engine of kind warmkv"):
+        parse(settings)
+
+
 @pytest.mark.parametrize(
     ("group", "message"),
     [
@@ -130,6 +148,7 @@ def test_a_group_has_the_settings_of_the_others_but_for_those_it_names():
         ),
         ({"prefix_cache": {"block_size": 32}}, r"other\.prefix_cache\.block_size cannot differ"),
         ({"gateway": {}}, r"other\.gateway: write the settings of cluster, engine"),
+        ({"engine": {"kind": ["vllm"]}}, r"cluster\.groups\.other\.engine\.kind: Input should be 'warmkv' or 'vllm'"),
         ({"engine": {"max_slots": 0}}, r"cluster\.groups\.other\.engine\.max_slots: Input should be greater"),
         ({"engine": {"kind": "vllm"}, "prefix_cache": {"eviction": "lfu"}}, r"other: prefix_cache\.eviction cannot be"),
     ],
