@@ -160,6 +160,8 @@ def test_results_and_documents_as_the_prompt_shows_them():
         {"type": "tool_result", "tool_use_id": "b", "is_error": True, "content": [{"type": "text", "text": "no"}]},
         {"type": "document", "title": "T", "source": {"type": "content", "content": [{"type": "text", "text": "x"}]}},
         {"type": "text", "text": "y"},
+        {"type": "document", "context": "C", "source": {"type": "text", "data": "z"}, "citations": {"enabled": False}},
+        {"type": "document", "title": "T", "context": "C", "source": {"type": "text", "data": ""}},
     ]
     called = {"role": "assistant", "content": [{"type": "tool_use", "id": "b", "name": "f", "input": {"ü": 1}}]}
 
@@ -179,5 +181,5 @@ def test_results_and_documents_as_the_prompt_shows_them():
         ),
         ("assistant", ['{"ü": 1}']),
         ("tool", ["Error: no"]),
-        ("user", ["T\nx", "y"]),
+        ("user", ["T\nx", "y", "C\nz", "T\nC\n"]),
     ]

@@ -88,6 +88,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         user({"type": "document", "source": {"type": "file", "file_id": "x"}}),
         f"messages.0.content.0.source: {TEXT_ONLY.format('files')}",
     ),
+    (
+        MESSAGES,
+        user({"type": "document", "source": {"type": "text", "data": "x"}, "citations": {"enabled": True}}),
+        "messages.0.content.0: citations: this server does not support it",
+    ),
     (MESSAGES, user({"type": "image", "source": PDF}), f"messages.0.content.0: {TEXT_ONLY.format('images')}"),
     (
         MESSAGES,

@@ -100,11 +100,14 @@ class ContentSource(Body):
 
 
 class DocumentBlock(Markable):
-    """A plain-text document; its title comes before its text."""
+    """A plain-text document; its title and what is said about it come before its text."""
+
+    unsupported = MappingProxyType({"citations": ({}, {"enabled": False})})
 
     type: Literal["document"]
     source: Annotated[PlainSource | ContentSource, Field(discriminator="type")]
     title: str | None = None
+    context: str | None = None
 
     @field_validator("source", mode="before")
     @classmethod
@@ -117,7 +120,7 @@ class DocumentBlock(Markable):
     @property
     def text(self) -> str:
         data = self.source.data if isinstance(self.source, PlainSource) else self._contents(self.source.content)
-        return f"{self.title}\n{data}" if self.title else data
+        return "\n".join((*filter(None, (self.title, self.context)), data))
 
     @staticmethod
     def _contents(content: str | list[SubContent]) -> str:
