@@ -106,6 +106,7 @@ def plan(
     lookback: int = LOOKBACK,
     joined: Sequence[bool] = (),
     other_from: int | None = None,
+    other: str = "",
     known: Sequence[bytes] = (),
 ) -> CachePlan:
     """Name the prefixes of a prompt whose chain of hashes begins at `root`; `ends` are those of its content blocks.
@@ -113,11 +114,12 @@ def plan(
     `lookback` and `joined` are those of `read_candidates`.
 
     `known` are the hashes of its leading blocks that have been computed already.
-    Prefixes that go beyond `other_from` have names of their own, as if their tokens were other ones: what is not in
-    the tokens but changes the messages, such as the tool choice, must not let them be read.
+    Prefixes that go beyond `other_from` have names of their own for each `other`, as if their tokens were other ones:
+    what is not in the tokens but changes the messages, such as the tool choice, must not let them be read.
     """
     if other_from is not None:
-        tokens = [*tokens[:other_from], tokens[other_from] | OTHER_REST, *tokens[other_from + 1 :]]
+        changed = tokens[other_from] ^ int.from_bytes(hashing.chained(b"", other.encode())[:4], "little") | OTHER_REST
+        tokens = [*tokens[:other_from], changed, *tokens[other_from + 1 :]]
         known = known[: other_from // block_size]
     rest = tokens[len(known) * block_size :]
     hashes = [*known, *hashing.block_hashes(rest, block_size, known[-1] if known else root)]

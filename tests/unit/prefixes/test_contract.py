@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from hypothesis import given
@@ -21,7 +22,7 @@ class Request:
     blocks: tuple[tuple[int, ...], ...]
     ttls: tuple[str | None, ...]
     head: int  # blocks of tools and system
-    choice: bool  # another tool choice than the default
+    choice: str  # the tool choice; empty for the default
     after: float  # seconds since the request before
 
     @property
@@ -48,7 +49,7 @@ def requests(draw):
         blocks,
         tuple(names.get(at) for at in range(len(blocks))),
         draw(st.integers(0, len(blocks))),
-        draw(st.booleans()),
+        draw(st.sampled_from(["", "any", "tool f", "tool g"])),
         draw(st.sampled_from([0.0, 1.0, 6.0, 70.0])),
     )
 
@@ -71,6 +72,7 @@ class Named:
             block_size=self.block_size,
             lookback=self.lookback,
             other_from=request.head_end if request.choice else None,
+            other=request.choice,
         )
         assert list(made.hashes) == hashing.block_hashes(request.tokens, self.block_size, root) or request.choice
         alive = [read for read in made.reads if self.entries.get(read.key, (0, now))[1] > now]
@@ -94,7 +96,7 @@ class Spelled:
 
     def entry(self, request: Request, at: int) -> tuple[object, ...]:
         # What comes after an empty head is behind it; where the choice begins to count is part of the prefix.
-        choice = request.head_end if request.choice and at > request.head_end else None
+        choice = (request.head_end, request.choice) if request.choice and at > request.head_end else None
         return (request.tenant, request.tokens[:at], choice)
 
     def usage(self, request: Request, now: float) -> Usage:
@@ -157,7 +159,11 @@ def test_billed_positions_follow_each_other(request_):
 
 def test_another_tool_choice_changes_names_behind_the_head_only():
     tokens, ends, marks = tuple(range(10)), [3, 6, 9], [Breakpoint(3, "5m"), Breakpoint(6, "5m"), Breakpoint(9, "5m")]
-    usual, other = (plan(tokens, ends, marks, b"root", block_size=4, lookback=20, other_from=at) for at in (None, 3))
-    assert usual.marks[0] == other.marks[0]
-    assert all(a.key != b.key for a, b in zip(usual.marks[1:], other.marks[1:], strict=True))
-    assert all(a != b for a, b in zip(usual.hashes, other.hashes, strict=True))  # the first block holds both
+    plans = [
+        plan(tokens, ends, marks, b"root", block_size=4, lookback=20, other_from=at, other=choice)
+        for at, choice in ((None, "auto"), (3, "any"), (3, "tool f"))
+    ]
+    for usual, other in itertools.combinations(plans, 2):
+        assert usual.marks[0] == other.marks[0]
+        assert all(a.key != b.key for a, b in zip(usual.marks[1:], other.marks[1:], strict=True))
+        assert all(a != b for a, b in zip(usual.hashes, other.hashes, strict=True))  # the first block holds both

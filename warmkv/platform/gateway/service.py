@@ -224,6 +224,7 @@ class Service:
             block_size=cache.block_size,
             joined=prompt.outline.joined,
             other_from=other_from,
+            other=asked.tool_choice,
             known=prompt.hashes,
         )
         request = GenerateRequest(

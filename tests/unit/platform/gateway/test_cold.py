@@ -74,8 +74,12 @@ def test_what_was_changed_is_named(server):
 def test_a_choice_a_short_mark_and_none(server):
     base = conversation()
     ask(server, "marks", **base)
-    cache = ask(server, "marks", **base, tool_choice={"type": "none"}).warmkv["cache"]
-    assert (cache["found"], cache["reason"], cache["missed"]) == ("system.1", "template", "messages.0.content.0")
+    choices = [{"type": "none"}, {"type": "any"}, *({"type": "tool", "name": name} for name in ("Read", "Edit"))]
+    for choice in choices:  # each is another one than those before
+        cache = ask(server, "marks", **base, tool_choice=choice).warmkv["cache"]
+        assert (cache["found"], cache["reason"], cache["missed"]) == ("system.1", "template", "messages.0.content.0")
+    for choice in choices:
+        assert ask(server, "marks", **base, tool_choice=choice).warmkv["cache"]["missed"] is None
     short = ask(server, "marks", messages=[{"role": "user", "content": [text("short", **MARK)]}]).warmkv["cache"]
     assert (short["reason"], short["missed"]) == ("below_minimum", "messages.0.content.0")
     none = ask(server, "marks", messages=[{"role": "user", "content": WORDS}])

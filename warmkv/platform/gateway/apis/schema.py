@@ -164,7 +164,7 @@ class ParsedRequest:
     sampling: SamplingParams
     options: WarmkvOptions
     stream: bool
-    tool_choice: str = "auto"
+    tool_choice: str = "auto"  # with the tool's name, by which messages are read and written
     include_usage: bool = False  # at the end of an OpenAI stream
     session: str = ""  # that the client names: a hint for routing
     n: int = 1  # answers to this prompt

@@ -69,6 +69,7 @@ class Parsing:
         messages.check_thread(body)
         sampling = body.sampling(_seed(body.warmkv.seed))
         choice = body.tool_choice.type if body.tool_choice else "auto"
+        named = body.tool_choice.name if body.tool_choice else None
         prompt, edited = self._message_prompt(arrival, tokenizer, body, left_out)
         budget = body.thinking.budget_tokens if body.thinking is not None else None
         policy = _policy(arrival, body.warmkv)
@@ -78,14 +79,13 @@ class Parsing:
             sampling,
             body.options,
             body.stream,
-            choice,
+            choice if named is None else f"{choice} {named}",
             session=session_of_body(None, body.metadata),
             headers=left_out.headers,
             context_management=edited,
             omit_thinking=body.thinking is not None and body.thinking.display == "omitted",
         )
         one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
-        named = body.tool_choice.name if body.tool_choice is not None else None
         use = ToolUse(
             [tool.definition for tool in body.tools] if choice != "none" else [],
             frozenset(tool.name for tool in body.tools if tool.strict),
