@@ -1,4 +1,4 @@
-"""Every link from one of our documents to another leads to a file, and to a heading that is there."""
+"""Every link from one of our documents to another leads to a file, and to a heading that is there; settings exist."""
 
 import re
 import subprocess
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from warmkv.config import Config
+
 ROOT = Path(__file__).resolve().parents[2]
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+SETTING = re.compile(rf"(?<![\w./-])({'|'.join(Config.model_fields)})\.([a-z_]\w*)(\*?)")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
 
 
@@ -44,6 +47,16 @@ def test_links_lead_somewhere(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target.resolve())):
             lost.append(link)
     assert lost == []
+
+
+@pytest.mark.parametrize("document", [name for name in documents() if name.name != "CHANGELOG.md"], ids=str)
+def test_settings_that_are_named_exist(document: Path) -> None:
+    unknown = []
+    for section, name, star in SETTING.findall((ROOT / document).read_text()):
+        known = type(getattr(Config(), section)).model_fields
+        if name != "md" and not (any(one.startswith(name) for one in known) if star else name in known):
+            unknown.append(f"{section}.{name}{star}")
+    assert unknown == []
 
 
 def test_documents_are_found() -> None:
