@@ -40,10 +40,11 @@ HEAD = """# Commands
 Written by `warmkv docs`, from what `--help` shows: `make docs` writes it anew.
 
 Every command exits 0 if it did what was asked, 2 if it was asked for something that cannot be (an option, a setting,
-a file), 70 for a fault of warmkv, with its traceback; `serve`, `demo`, `observe`, `policy`, `packs`, `dashboards` and
-`k8s` exit 1 where the machine or the service stands in the way. `--json` prints the result alone, as JSON; `--json
-FILE` writes it to a file as well. `-` is standard output where a file is written, and standard input where a trace is
-read. Settings come from a YAML file (`--config`), then `WARMKV_SECTION__KEY` variables, then `--set section.key=value`.
+a file), 70 for a fault of warmkv, with its traceback; `serve`, `demo`, `observe`, `record`, `route`, `policy`,
+`packs`, `dashboards` and `k8s` exit 1 where the machine or the service stands in the way. `--json` prints the result
+alone, as JSON; `--json FILE` writes it to a file as well. `-` is standard output where a file is written, and
+standard input where a trace is read. Settings come from a YAML file (`--config`), then `WARMKV_SECTION__KEY`
+variables, then `--set section.key=value`.
 `warmkv --install-completion` sets up completion for the shell.
 """
 

@@ -26,3 +26,12 @@ def test_it_has_every_command_and_its_links_lead_somewhere():
         assert (DOCS / link).resolve().is_file(), link
     for anchor in re.findall(r"\(#warmkv-([^)]+)\)", page):
         assert anchor.replace("-", " ") in {heading.replace("-", " ") for heading in headings}
+
+
+def test_it_names_the_commands_that_end_with_1():
+    sentence = re.search(r"traceback; (.*) exit 1 where", commands_page.HEAD, re.DOTALL)[1]
+    commands = typer.main.get_command(app).commands.items()
+    ends = {
+        name: [one.error_code for one in getattr(found, "commands", {"": found}).values()] for name, found in commands
+    }
+    assert set(re.findall(r"`([\w-]+)`", sentence)) == {name for name, codes in ends.items() if 1 in codes}
