@@ -157,7 +157,8 @@ class Parsing:
         budget, place = body.thinking_token_budget, "thinking_token_budget"
         policy = _policy(arrival, body.warmkv)
         sampling = self._thinking_at_most(budget, place, asked.sampling, policy, prompt, left_out)
-        asked = self._within_limits(arrival, replace(asked, sampling=sampling, headers=left_out.headers), field)
+        asked = replace(asked, sampling=sampling, headers=left_out.headers)
+        asked = self._within_limits(arrival, asked, field, named=body.token_limit is not None)
         use = ToolUse(
             [tool.definition for tool in body.tools] if body.tool_choice != "none" else [],
             frozenset(tool.function.name for tool in body.tools if tool.function.strict),
@@ -180,7 +181,8 @@ class Parsing:
             tokens += len(prompt.tokens)
             if asked and tokens > self._limits.values:
                 raise too_many("prompt", tokens, "tokens of all prompts", self._limits.values)
-            one = self._within_limits(arrival, self._completion(body, prompt, left_out), "prompt")
+            one = self._completion(body, prompt, left_out)
+            one = self._within_limits(arrival, one, "prompt", named=body.token_limit is not None)
             asked.append(constrained(self._compiler, one, ToolUse(()), body.wanted))
             if body.echo:
                 asked[-1] = replace(asked[-1], echo=said if isinstance(said, str) else tokenizer.decode(said))
@@ -230,10 +232,12 @@ class Parsing:
         is_open = thinking_is_open(prompt.begun, format_.thinking)
         return replace(sampling, thinking=ThinkingBudget(budget, *format_.thinking_ids, is_open))
 
-    def _within_limits(self, arrival: Arrival, asked: ParsedRequest, field: str) -> ParsedRequest:
+    def _within_limits(
+        self, arrival: Arrival, asked: ParsedRequest, field: str, *, named: bool = True
+    ) -> ParsedRequest:
         """Cut max_tokens to what this server gives, and what of them may be thought.
 
-        Raises ApiError (400) where the server is strict, or nothing is left.
+        Raises ApiError (400) where nothing is left, or the server is strict and the request `named` them itself.
         """
         tokens, prompt, limit = asked.sampling.max_tokens, len(asked.prompt.tokens), self._gateway.max_output_tokens
         if tokens > limit and self._gateway.strict:
@@ -243,12 +247,14 @@ class Parsing:
         if rest < cut:
             policy = _policy(arrival, asked.options)
             if not budgets.is_endless(budgets.in_force(policy, prompt, cut), prompt, cut, context):
-                if rest < 1 or self._gateway.strict:
+                if rest < 1 or (named and self._gateway.strict):
                     raise answer_too_long(prompt, cut, context, field)
                 cut = rest
-        if cut == tokens:
+        if named and cut == tokens:
             return asked
-        headers, thinking = {**asked.headers, "x-warmkv-max-tokens": str(cut)}, asked.sampling.thinking
+        headers, thinking = dict(asked.headers), asked.sampling.thinking
+        if named:
+            headers["x-warmkv-max-tokens"] = str(cut)
         if thinking is not None and thinking.tokens > (most := int(THINKING_SHARE * cut)):
             thinking = replace(thinking, tokens=most)
             headers["x-warmkv-thinking-budget"] = str(most)

@@ -192,6 +192,17 @@ def test_max_tokens_is_cut_to_what_there_is(tmp_path):
     assert told == ["3000", None, str(4096 - prompts[2]), None, None]
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_default_beyond_the_context_is_cut_without_a_word(tmp_path, strict):
+    """A client is told nothing of a limit that it did not ask for."""
+    flags = ("gateway.default_output_tokens=3000", f"gateway.strict={strict}")
+    long = {"prompt": "a " * 2000}
+    gateway, (answer, refused) = ask(tmp_path, flags, (COMPLETIONS, long), (COMPLETIONS, {**long, "max_tokens": 3000}))
+    assert gateway.max_tokens[0] == 4096 - len(gateway.asked[0].token_ids) < 3000
+    assert (answer.status, "x-warmkv-max-tokens" in answer.headers) == (200, False)
+    assert refused.status == (400 if strict else 200)
+
+
 def test_a_thinking_budget_is_cut_with_max_tokens(tmp_path, monkeypatch):
     """Leave room for text: else all that is left would be thinking."""
     made = ResponseFormat.of
@@ -208,6 +219,7 @@ def test_a_thinking_budget_is_cut_with_max_tokens(tmp_path, monkeypatch):
         (CHAT, {"max_tokens": 16_000, "thinking_token_budget": 10_000}),
         (MESSAGES, {"max_tokens": 16_000, **thinking(1024)}),
         (CHAT, {"max_tokens": 1900, "thinking_token_budget": 1900}),
+        (CHAT, {"thinking_token_budget": 10_000}),
     )
     sampled = [request.sampling for request in gateway.asked]
     assert [(one.max_tokens, one.thinking.tokens) for one in sampled] == [
@@ -215,9 +227,10 @@ def test_a_thinking_budget_is_cut_with_max_tokens(tmp_path, monkeypatch):
         (2000, 1500),
         (2000, 1024),
         (1900, 1900),
+        (2000, 1500),
     ]
     told = [answer.headers.get("x-warmkv-thinking-budget") for answer in answers]
-    assert told == ["1500", "1500", None, None]
+    assert told == ["1500", "1500", None, None, "1500"]
     gateway, _ = ask(tmp_path, flags[:1], (MESSAGES, {"max_tokens": 16_000, **thinking(10_000)}))
     (sampling,) = (request.sampling for request in gateway.asked)
     assert sampling.thinking.tokens < sampling.max_tokens < 4096  # what the prompt leaves of the context
