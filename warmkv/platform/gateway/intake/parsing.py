@@ -133,7 +133,10 @@ class Parsing:
         if (previous := body.previous_response_id) is not None:
             history = history_of(arrival.lease.tenant.salt, previous)
         if history is None:
-            raise ApiError("not_found_error", f"previous_response_id: there is no response {previous} (any more)")
+            raise ApiError(
+                "not_found_error",
+                f"previous_response_id: there is no response {previous}, or not all that it goes on from (any more)",
+            )
         try:
             return body, self._chat(arrival, body.as_chat(history, left_out), tokenizer, left_out, "input")
         except ApiError as error:

@@ -123,6 +123,17 @@ def test_responses_are_read_and_deleted_by_their_tenant_alone(server):
         client.responses.retrieve(kept.id)
 
 
+def test_deleting_a_response_ends_what_goes_on_from_it(server):
+    first = ask(server, "Hello", key="deleting")
+    second = ask(server, "And then?", key="deleting", previous_response_id=first.id)
+    client = server.openai("deleting")
+    client.responses.delete(first.id)
+    assert client.responses.retrieve(second.id).id == second.id
+    told = f"previous_response_id: there is no response {second.id}, or not all that it goes on from"
+    with pytest.raises(openai.NotFoundError, match=told):
+        ask(server, "And then?", key="deleting", previous_response_id=second.id)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
