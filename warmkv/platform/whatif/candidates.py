@@ -20,7 +20,7 @@ COMPRESSING = "snapkv"
 
 _RESTART = {
     "prefix_cache": (
-        "enabled", "automatic", "memory_bytes", "eviction", "storage", "host", "disk", "tenant_share"
+        "enabled", "automatic", "memory_bytes", "eviction", "storage", "host", "disk", "tenant_share", "keep_warm"
     ),
     "engine": ("step_tokens", "max_slots", "max_queue", "kv_bytes", "max_context"),
     "cluster": ("replicas", "autoscaling", "gateways", "max_queued_requests"),

@@ -10,12 +10,13 @@ import pytest
 
 from tests.unit.platform.whatif.traffic import CYCLES, GAP, OFFSET, evaluated, logged, prompts, settings
 from tests.unit.simulator.conversations import run
-from warmkv.config import Config, load
-from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, proposals
+from warmkv.config import Config, ConfigError, load
+from warmkv.platform.whatif.candidates import BEST, NOW, WhatIfCandidate, check, proposals
 from warmkv.platform.whatif.replays import Basis, Default, Replayed, Round, named_no_policy, replays
 from warmkv.platform.whatif.warm_start import Start
 from warmkv.policies.prefix_cache import Lifetimes
 from warmkv.prefixes.record import Mark, RequestRecord
+from warmkv.simulator.cluster.memory import pool_bytes
 from warmkv.simulator.studies.replays.whatif import Prediction, measure, ranked, warm_up
 
 ALWAYS_FULL = [Default.of(0.0, settings())]
@@ -182,6 +183,20 @@ def test_a_service_of_two_kinds_is_predicted_as_a_whole():
     assert error["hit_rate"] == 0
     assert results["fewer"].fault == ""
     assert figure(results, "fewer", "slot_bytes") < figure(results, NOW, "slot_bytes")
+
+
+def test_prefixes_kept_warm_over_vllm_are_judged():
+    now = settings("engine.kind=vllm")
+    kept = {"prefix_cache.keep_warm": pool_bytes(now) // 2}
+    too_many = {"prefix_cache.keep_warm": pool_bytes(now) // 2 + 1}
+    for changes in (kept, too_many):
+        check(now, changes)
+    tried = [WhatIfCandidate("kept", kept), WhatIfCandidate("too-many", too_many)]
+    _, results = replayed(logged(prompts(), now), now, tried)
+    assert results["kept"].prediction is not None
+    assert "half of vLLM's cache" in results["too-many"].fault
+    with pytest.raises(ConfigError, match="keep_warm cannot be had from an engine of kind warmkv"):
+        check(settings(), kept)
 
 
 def test_the_search_combines_what_is_better_alone():
