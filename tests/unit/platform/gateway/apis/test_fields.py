@@ -150,6 +150,15 @@ def test_unknown_fields_are_left_out_and_listed(tmp_path):
     assert listed[4] is None
 
 
+def test_names_of_speakers_and_log_probabilities_that_are_not_included_are_listed(tmp_path):
+    logprobs = {"input": "hello", "top_logprobs": 2}
+    included = {**logprobs, "include": ["message.output_text.logprobs"]}
+    named = {"messages": [{"role": "user", "content": "hello", "name": "ann"}]}
+    _, exchanges = ask(tmp_path, (), (CHAT, named), (RESPONSES, logprobs), (RESPONSES, included))
+    listed = [exchange.headers.get("x-warmkv-ignored") for exchange in exchanges]
+    assert listed == ["name", "top_logprobs", None]
+
+
 @pytest.mark.parametrize(
     ("path", "more", "told"),
     [

@@ -35,9 +35,9 @@ class ChatToolCall(Body):
 
 
 class ChatMessage(Body):
+    ignored = frozenset({"name"})
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
-    name: str | None = None
     tool_call_id: str | None = None
     # An answer of ours may be sent back as it came: these are what we, or the SDK, add to it.
     tool_calls: Items[ChatToolCall] | None = None

@@ -139,6 +139,8 @@ class ResponsesRequest(Body):
         """Return the same request of chat completions, behind the conversation before it. Raises ApiError (400)."""
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tools = chat_tools(self.tools, left_out)
+        if self.top_logprobs and not self.includes_logprobs:
+            left_out.note("top_logprobs")
         said = _messages([*history, *self.items])
         _check_outputs(said)
         wanted = {
