@@ -17,7 +17,7 @@ APIS = {
     "/v1/embeddings": "embeddings",
 }
 OPENAI_APIS = frozenset({"chat", "completions", "responses", "embeddings"})
-OTHER_APIS = frozenset({"messages", "count_tokens", "warmkv"})
+OTHER_APIS = frozenset({"messages", "count_tokens", "prefixes", "warmkv"})
 OF_TENANTS = "/v1/warmkv/prefixes"  # alone of warmkv's own: a tenant forgets what is stored of it
 
 
@@ -29,7 +29,7 @@ def path_of(scope: Scope) -> str:
 def api_of(path: str) -> str:
     """Return the API of a path, from a fixed set: "other" for what is not there."""
     if path.startswith("/v1/warmkv/"):
-        return "warmkv"
+        return "prefixes" if path == OF_TENANTS else "warmkv"
     path = path.rstrip("/")
     for known, name in APIS.items():
         if path.endswith(known):
@@ -41,7 +41,7 @@ def api_of(path: str) -> str:
 
 def of_operators(path: str) -> bool:
     """Return True for a path that is for operators only."""
-    return api_of(path) == "warmkv" and path != OF_TENANTS
+    return api_of(path) == "warmkv"
 
 
 def speaks_openai(path: str, headers: Mapping[str, str]) -> bool:

@@ -21,7 +21,7 @@ def test_operators_have_paths_of_warmkv_s_own_but_that_of_a_tenant_s_prefixes():
     for path in ("/v1/warmkv/policy", "/v1/warmkv/policy/history", "/v1/warmkv/nothing", "/v1/warmkv/x/v1/messages"):
         assert (api_of(path), of_operators(path)) == ("warmkv", True)
         assert of_operators(path_of({"path": f"/llm{path}", "root_path": "/llm"}))
-    assert (api_of("/v1/warmkv/prefixes"), of_operators("/v1/warmkv/prefixes")) == ("warmkv", False)
+    assert (api_of("/v1/warmkv/prefixes"), of_operators("/v1/warmkv/prefixes")) == ("prefixes", False)
     for path in ("/v1/warmkv", "/v1/messages", "/x/v1/warmkv/policy"):
         assert not of_operators(path)
 
@@ -34,7 +34,8 @@ def test_operators_have_paths_of_warmkv_s_own_but_that_of_a_tenant_s_prefixes():
         *((path, KEY, False) for path in ("/v1/models", "/v1/models/x")),
         *((path, {}, False) for path in ("/v1/models", "/v1/nothing")),
         *((path, KEY | VERSION, True) for path in ("/v1/chat/completions", "/v1/responses/x", "/v1/embeddings")),
-        *((path, BEARER, False) for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/warmkv/policy")),
+        *((path, BEARER, False) for path in ("/v1/messages", "/v1/messages/count_tokens")),
+        *((path, BEARER, False) for path in ("/v1/warmkv/policy", "/v1/warmkv/prefixes")),
         ("/prefix/v1/models", {"authorization": "bearer a"}, True),
         ("/v1/models", {"authorization": "Basic a"}, False),
     ],
