@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gzip
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -161,6 +163,20 @@ def test_combinations_that_the_docs_name_are_valid(components: tuple[str, ...], 
 def test_the_docs_name_every_component() -> None:
     named = {component for combination in combinations() for component in combination}
     assert named == set(COMPONENTS)
+
+
+def test_the_docs_scale_a_running_cluster_by_fields_that_it_has() -> None:
+    """Check the commands of "Scale" against the status of a RayService, and the group of a RayCluster."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    commands = text.partition("\n## Scale\n")[2].partition("\n## ")[0]
+    (status,) = re.findall(r"jsonpath='\{\.status\.([\w.]+)\}'", commands)
+    service = copy.deepcopy(overlay("single-gpu").service)
+    outer, inner = status.split(".")
+    crd("RayService")({**service, "status": {outer: {inner: "warmkv-abcde"}}})
+    (patch,) = re.findall(r"-p='(\[.*?\])'", commands, re.DOTALL)
+    paths = {change["path"] for change in json.loads(patch)}
+    assert paths == {f"/spec/workerGroupSpecs/0/{key}" for key in ("minReplicas", "replicas", "maxReplicas")}
+    assert paths <= {f"/spec/workerGroupSpecs/0/{key}" for key in overlay("single-gpu").workers[0]}
 
 
 def test_a_field_that_is_not_known_is_refused() -> None:
