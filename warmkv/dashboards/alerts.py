@@ -14,6 +14,8 @@ SLO_SHARE = 0.05  # of the requests that may take longer
 SAVING = 0.1  # by a what-if candidate, from which on it is worth a look
 LIMITS = "requests_per_minute|tokens_per_minute|concurrent_requests|queue_share"
 """Reasons of refusals that a tenant's own limits gave."""
+BY_CLUSTER = "application, ray_io_cluster"
+"""Labels that keep the two clusters of an upgrade apart; PodMonitors give the second, which is absent elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +287,8 @@ ALERTS = (
         "WarmkvVersionsDiffer",
         "warning",
         "5m",
-        f"max by (application) ({t.LIVE_CONFIG_VERSION.exported}) "
-        f"- min by (application) ({t.LIVE_CONFIG_VERSION.exported}) > 0 "
+        f"max by ({BY_CLUSTER}) ({t.LIVE_CONFIG_VERSION.exported}) "
+        f"- min by ({BY_CLUSTER}) ({t.LIVE_CONFIG_VERSION.exported}) > 0 "
         f"or max by (application) ({t.LIVE_CONFIG_REFUSED.exported}) > 0",
         "Gateways do not go by the last live configuration",
         "A gateway of {{ $labels.application }} has not heard of the last version of the live configuration, or "

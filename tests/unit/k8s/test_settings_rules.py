@@ -264,7 +264,7 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
     ),
     "an evaluation on an empty volume": (
         both(
-            rendered("control", {"whatif": {"quality": "/eval/results.parquet"}}),
+            rendered("control whatif", {"quality": "/eval/results.parquet"}),
             add_volume("eval", "/eval", {"emptyDir": {}}),
         ),
         "read_files",
@@ -386,8 +386,23 @@ def test_what_only_the_image_can_bring_is_a_note() -> None:
     assert all("workerGroupSpecs" in finding.where for finding in found)
     assert "cluster.groups.small.prefix_cache.packs has /packs/handbook, where nothing is mounted" in found[0].what
     manifests = overlay("production").copy()
-    rendered("control", {"whatif": {"quality": "/eval/results.parquet"}})(manifests)
+    rendered("control whatif", {"quality": "/eval/results.parquet"})(manifests)
     assert [(finding.rule, finding.level) for finding in told(manifests)] == [("read_files", "note")] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "told_thrice", "what"),
+    [
+        (rendered("control", {}), False, "an upgrade's new cluster begins without them"),
+        (rendered("control", {"path": "/tmp/control"}), True, "what is mounted there, tmp, goes with its pod"),
+    ],
+)
+def test_a_live_configuration_that_an_upgrade_loses_is_a_note(change: Break, told_thrice: bool, what: str) -> None:
+    manifests = overlay("production").copy()
+    change(manifests)
+    found = told(manifests)
+    assert [(one.rule, one.level) for one in found] == [("kept_versions", "note")] * (3 if told_thrice else 1)
+    assert what in found[0].what
 
 
 def test_a_budget_for_a_single_pod_is_a_note() -> None:
@@ -397,7 +412,7 @@ def test_a_budget_for_a_single_pod_is_a_note() -> None:
 
 
 def test_every_rule_is_broken_once() -> None:
-    assert {case[1] for case in BROKEN.values()} == NAMES
+    assert {case[1] for case in BROKEN.values()} | {"kept_versions"} == NAMES
 
 
 def test_the_settings_of_the_demo_are_compared() -> None:

@@ -32,6 +32,25 @@ def written_files(rendered: RenderedManifests) -> Told:
                     yield group.where, f"{setting} is {path}, and {why}", todo
 
 
+def kept_versions(rendered: RenderedManifests) -> Told:
+    """Find, as a note, a live configuration that the next cluster of an upgrade will not have."""
+    for service, config in rendered.configured:
+        folder, todo = config.control.path, "set control.path to a folder on a volume that all pods share"
+        if folder is None:
+            if service.cluster.get("gcsFaultToleranceOptions"):
+                what = (
+                    "versions of the live configuration are kept in Redis for this Ray cluster alone (control.path is "
+                    "not set): an upgrade's new cluster begins without them"
+                )
+                yield f"{service.where}: spec.serveConfigV2, control.path", what, todo, "note"
+            continue
+        for group in service.groups:
+            mount = group.mount(str(folder)) or {}
+            if any(kind in (group.volume(mount) or {}) for kind in EMPTY_VOLUMES):
+                what = f"control.path is {folder}, and what is mounted there, {mount.get('name')}, goes with its pod"
+                yield group.where, what, todo, "note"
+
+
 def _has_gateways(group: Group) -> bool:
     return not group.head or any(
         str(mapping(group.spec.get("labels")).get(key)) != value.removeprefix("!")

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from warmkv.config import Config, ConfigError, parse, strict_yaml
-from warmkv.platform.kubernetes.file_rules import read_files, tenants_mount, written_files
+from warmkv.platform.kubernetes.file_rules import kept_versions, read_files, tenants_mount, written_files
 from warmkv.platform.kubernetes.findings import Rule, Told
 from warmkv.platform.kubernetes.references import references_of
 from warmkv.platform.kubernetes.rendered import (
@@ -356,6 +356,7 @@ SETTINGS_RULES: tuple[Rule, ...] = (
     paths,
     route_timeouts,
     written_files,
+    kept_versions,
     read_files,
     tenants_mount,
     drain_hook,
