@@ -6,6 +6,7 @@ far as there is room, and stops those here when the replacement is up or the tim
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ Serve takes `STOP_SECONDS` of it for itself (`warmkv/config/cluster.py`)."""
 END_SECONDS = 10.0
 """Time for Ray to end a node that is drained, before its pod is killed."""
 
+CONNECTION_SECONDS = 60.0
+"""Age of a client's connection from which on an answer ends it: a new one goes to the new cluster of an upgrade."""
+
 PAUSE_SECONDS = 0.5
 OF_SERVE = ("SERVE_REPLICA::", "SERVE_PROXY_ACTOR")  # what the names of its actors begin with
 
@@ -32,6 +36,14 @@ class DrainError(UserError):
 def seconds_to_drain(config: Config) -> float:
     """Return the longest time that draining a node takes; the grace period of its pod must be above it."""
     return SPARE_SECONDS + config.cluster.drain_seconds + config.cluster.handover_seconds
+
+
+def seconds_after_upgrade(config: Config) -> int:
+    """Return the time in which clients leave the old cluster of an upgrade, whose answers all end with it.
+
+    Requests still come over connections as old as `CONNECTION_SECONDS`, and may take all the time that they have.
+    """
+    return math.ceil(CONNECTION_SECONDS + config.gateway.request_timeout_seconds)
 
 
 def drain_node(seconds: float) -> list[str]:

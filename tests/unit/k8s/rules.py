@@ -10,7 +10,7 @@ from typing import Any
 from tests.unit.k8s.manifests import Manifests, Object, amount
 from tests.unit.k8s.network_rules import a_gateway_is_let_through, traffic_is_listed
 from warmkv.platform.document import NOT_ON_THE_HEAD
-from warmkv.platform.drain import seconds_to_drain
+from warmkv.platform.drain import CONNECTION_SECONDS, seconds_to_drain
 from warmkv.platform.tenants import SALT_ENV
 from warmkv.policies.memory_plan import NODE_BYTES, PROCESS_BYTES
 
@@ -234,8 +234,9 @@ def drains_before_it_ends(manifests: Manifests) -> Iterator[str]:
         grace = spec.get("terminationGracePeriodSeconds", 30)
         if grace < needed:
             yield f"{group['groupName']} is killed after {grace} s, while it may drain for {needed:g}"
-        if manifests.service["spec"].get("rayClusterDeletionDelaySeconds", 60) < grace:
-            yield "after an upgrade the old cluster goes before its streams have ended"
+    longest = CONNECTION_SECONDS + manifests.config.gateway.request_timeout_seconds
+    if manifests.service["spec"].get("rayClusterDeletionDelaySeconds", 60) < longest:
+        yield "after an upgrade the old cluster goes before its streams have ended"
 
 
 def ray_asks_for_a_token(manifests: Manifests) -> Iterator[str]:

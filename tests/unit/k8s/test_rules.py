@@ -126,6 +126,7 @@ BREAKS: list[tuple[Rule, Callable[[Manifests], None]]] = [
     (rules.drains_before_it_ends, worker("terminationGracePeriodSeconds")),
     (rules.drains_before_it_ends, setting("cluster drain_seconds", 600)),
     (rules.drains_before_it_ends, service("rayClusterDeletionDelaySeconds")),
+    (rules.drains_before_it_ends, service("rayClusterDeletionDelaySeconds", 600)),
     (rules.ray_asks_for_a_token, cluster("authOptions")),
     (rules.tenants_are_known, setting("gateway allow_open", True)),
     (rules.tenants_are_known, worker(f"{BOX} volumeMounts 0")),

@@ -19,7 +19,7 @@ from warmkv.platform.control import RemoteControl
 from warmkv.platform.gateway.access import audit
 from warmkv.platform.gateway.apis.responses.store import StoredResponse
 from warmkv.platform.gateway.endpoints import create_app
-from warmkv.platform.gateway.http_server import HttpServer, serving
+from warmkv.platform.gateway.http_server import ConnectionAges, HttpServer, serving
 from warmkv.platform.gateway.members import Members
 from warmkv.platform.gateway.replies import Replies
 from warmkv.platform.gateway.sending import Sender
@@ -137,6 +137,7 @@ class Gateway:
             keep_action=self._audit.write if self._audit else None,
             others=others,
         )
+        app.add_middleware(ConnectionAges)
         self._app = app
         inner = app.router.lifespan_context
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,8 +25,56 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warmkv.config import Config
+from warmkv.platform.drain import CONNECTION_SECONDS
 
 log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 120.0
+"""Time after which an idle connection is closed by both servers: above Ray's `DEFAULT_UVICORN_KEEP_ALIVE_TIMEOUT_S`."""
+
+
+class ConnectionAges:
+    """ASGI application: another one, whose answer ends its client's connection once that is old.
+
+    A Service that leads to other pods moves no connection that is there, and a busy client never gives its own up.
+    """
+
+    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._clock = app, clock
+        self._opened: dict[tuple[str, int], float] = {}  # by the client's address
+        self._idle: dict[tuple[str, int], float] = {}  # since when, the longest first
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope.get("client"):
+            await self._app(scope, receive, send)
+            return
+        client, now = tuple(scope["client"]), self._clock()
+        is_old = now - self._opened.setdefault(client, now) >= CONNECTION_SECONDS
+        self._idle.pop(client, None)
+
+        async def sent(message: Message) -> None:
+            if is_old and message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            if is_old:  # the next one from this address is new
+                self._opened.pop(client, None)
+            else:
+                self._idle[client] = self._clock()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget connections that are closed by now."""
+        until = self._clock() - IDLE_SECONDS
+        while self._idle and self._idle[client := next(iter(self._idle))] < until:
+            del self._idle[client]
+            self._opened.pop(client, None)
 
 
 class Paths:

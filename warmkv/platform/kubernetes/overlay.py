@@ -13,7 +13,7 @@ import yaml
 from warmkv.config import Config, place_in, put
 from warmkv.model_shape import ModelShape
 from warmkv.platform import manifest
-from warmkv.platform.drain import END_SECONDS, seconds_to_drain
+from warmkv.platform.drain import END_SECONDS, seconds_after_upgrade, seconds_to_drain
 from warmkv.platform.kubernetes.memory import GPU_PRODUCT, PRODUCTS, pod_memory
 from warmkv.platform.kubernetes.rendered import GPU
 from warmkv.simulator.studies.sweeps.grid import Configure, Settings, point
@@ -102,7 +102,7 @@ def _workers(config: Config, shape: ModelShape) -> list[dict[str, Any]]:
     grace = math.ceil(seconds_to_drain(config) + END_SECONDS)
     changes: dict[str, Any] = {f"{GROUP}/{key}": pods for key in ("replicas", "minReplicas", "maxReplicas")}
     changes[f"{GROUP}/template/spec/terminationGracePeriodSeconds"] = grace
-    changes["/spec/rayClusterDeletionDelaySeconds"] = grace + 30
+    changes["/spec/rayClusterDeletionDelaySeconds"] = seconds_after_upgrade(config)
     changes |= {
         f"{GROUP}/template/spec/containers/0/resources/{bound}/{name.replace('/', '~1')}": amount
         for bound in ("requests", "limits")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from warmkv.config import ClusterConfig, Config, ConfigError, place_in
 from warmkv.gpus import CATALOGUE, Gpu
-from warmkv.platform.drain import END_SECONDS, seconds_to_drain
+from warmkv.platform.drain import CONNECTION_SECONDS, END_SECONDS, seconds_after_upgrade, seconds_to_drain
 from warmkv.platform.kubernetes import fields, memory, packing
 from warmkv.platform.kubernetes.file_rules import disk_tier, whole_gib
 from warmkv.platform.kubernetes.findings import Rule, RuleFinding, Told
@@ -293,7 +293,9 @@ def _on_gpu(group: Group, config: Config, rendered: RenderedManifests) -> Told:
 
 
 def grace_periods(rendered: RenderedManifests) -> Told:
-    """Find worker pods that would be killed before their replicas have drained and handed their blocks over."""
+    """Find worker pods that would be killed before their replicas have drained and handed their blocks over, and an
+    old cluster that an upgrade deletes, head and all, before its answers have ended.
+    """
     for service, config in rendered.configured:
         drain = config.cluster.drain_seconds
         delay = service.resource["spec"].get("rayClusterDeletionDelaySeconds", DEFAULT_DELETION_DELAY)
@@ -310,13 +312,14 @@ def grace_periods(rendered: RenderedManifests) -> Told:
                     "Ray to end",
                     f"set it to {needed} or more",
                 )
-            if delay < grace:
-                yield (
-                    f"{service.where}: spec.rayClusterDeletionDelaySeconds",
-                    f"an upgrade deletes the old cluster after {delay} s, and pods of the group {group.name} may take "
-                    f"{grace} to end",
-                    f"set it to {grace} or more",
-                )
+        if delay < (needed := seconds_after_upgrade(config)):
+            yield (
+                f"{service.where}: spec.rayClusterDeletionDelaySeconds",
+                f"an upgrade deletes the old cluster after {delay} s, and cuts off what it still answers: clients keep "
+                f"connections for {CONNECTION_SECONDS:g} s, and an answer may take "
+                f"{config.gateway.request_timeout_seconds:g} (gateway.request_timeout_seconds)",
+                f"set it to {needed} or more",
+            )
 
 
 def tenants(rendered: RenderedManifests) -> Told:

@@ -14,7 +14,8 @@ from starlette.responses import PlainTextResponse
 
 from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Gateway, until
-from warmkv.platform.gateway.http_server import HttpServer, Paths, own_address
+from warmkv.platform.drain import CONNECTION_SECONDS
+from warmkv.platform.gateway.http_server import IDLE_SECONDS, ConnectionAges, HttpServer, Paths, own_address
 from warmkv.platform.local import free_port
 from warmkv.platform.tenants import hash_key
 
@@ -213,6 +214,44 @@ def test_what_takes_longer_than_it_may_is_given_up_and_still_answered():
         assert await asking == [(200, "app /slow below ")]
 
     scenario(run)
+
+
+def test_an_answer_ends_a_connection_that_is_old():
+    """Clients that never pause move to another pod all the same, also where answers are longer than connections."""
+
+    async def run(port: int) -> None:
+        now = [0.0]
+        ages = ConnectionAges(App(), lambda: now[0])
+        own = server(ages, port)
+        await own.follow({"ours": "/"})
+        reader, writer = await asyncio.open_connection(HOST, port)
+
+        async def closes() -> bool:
+            writer.write(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+            return b"connection: close" in head
+
+        assert not await closes()
+        now[0] = CONNECTION_SECONDS - 1
+        assert not await closes()
+        now[0] = CONNECTION_SECONDS + IDLE_SECONDS - 2  # an answer later, or a pause
+        assert await closes()
+        assert await reader.read() == b""
+        assert len(ages) == 0
+        await ask(port, "/", "/")
+        await ask(port, "/")
+        assert len(ages) == 2
+        now[0] += IDLE_SECONDS + 1
+        await ask(port, "/")
+        assert len(ages) == 1  # those that are closed by now are forgotten
+        await close(own)
+
+    scenario(run)
+
+
+def test_connections_that_are_idle_are_closed_before_they_are_forgotten():
+    assert HTTPOptions().keep_alive_timeout_s < IDLE_SECONDS
 
 
 def test_beside_a_proxy_it_listens_while_no_other_application_is_there():

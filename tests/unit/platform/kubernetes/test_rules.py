@@ -212,11 +212,15 @@ def killed_while_others_start(good: Overlay) -> None:
 def killed_while_ray_ends(good: Overlay) -> None:
     """As docs/kubernetes.md says: 600, a third of it, 30 and 10."""
     good.settings["cluster"]["drain_seconds"] = 600
-    good.pod["terminationGracePeriodSeconds"] = good.service["spec"]["rayClusterDeletionDelaySeconds"] = 839
+    good.pod["terminationGracePeriodSeconds"] = 839
 
 
 def deleted_early(good: Overlay) -> None:
-    good.service["spec"]["rayClusterDeletionDelaySeconds"] = 45
+    good.service["spec"]["rayClusterDeletionDelaySeconds"] = 600
+
+
+def deleted_during_long_answers(good: Overlay) -> None:
+    good.settings["gateway"]["request_timeout_seconds"] = 900
 
 
 def killed_by_default(good: Overlay) -> None:
@@ -315,7 +319,8 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (killed_early, "grace_periods", f"{POD}.termination", "killed after 90 s, and may take 112", "112"),
     (killed_while_others_start, "grace_periods", f"{POD}.termination", "60 s, and may take 80", "80"),
     (killed_while_ray_ends, "grace_periods", f"{POD}.termination", "839 s, and may take 840", "set it to 840 or more"),
-    (deleted_early, "grace_periods", "spec.rayClusterDeletionDelay", "after 45 s, and pods of the group h100", "90"),
+    (deleted_early, "grace_periods", "spec.rayClusterDeletionDelay", "after 600 s, and cuts off what", "to 660"),
+    (deleted_during_long_answers, "grace_periods", "spec.rayClusterDeletionDelay", "an answer may take 900", "to 960"),
     (killed_by_default, "grace_periods", f"{POD}.termination", "killed after 30 s, and may take 80", "80"),
     (no_tenants, "tenants", "gateway", "no tenants are configured", "tenants_file"),
     (everybody, "tenants", "gateway.allow_open", "every key is accepted", "tenants_file"),
