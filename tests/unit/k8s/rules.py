@@ -364,6 +364,22 @@ def workers_get_the_processor(manifests: Manifests) -> Iterator[str]:
             yield f"{name} leaves replicas the time that others leave"
 
 
+def logs_are_bounded(manifests: Manifests) -> Iterator[str]:
+    """Check that ten files that Ray rotates fit in /tmp together, and that Serve writes no line twice."""
+    boxes = {name: group["template"]["spec"]["containers"][0] for name, group in manifests.groups.items()}
+    if "autoscalerOptions" in manifests.cluster:
+        boxes["autoscaler"] = manifests.cluster["autoscalerOptions"]
+    for name, box in boxes.items():
+        env = {entry["name"]: entry.get("value") for entry in box["env"]}
+        volumes = manifests.groups.get(name, manifests.groups["head"])["template"]["spec"]["volumes"]
+        (room,) = (amount(volume["emptyDir"]["sizeLimit"]) for volume in volumes if volume["name"] == "tmp")
+        most, old = (env.get(f"RAY_ROTATION_{what}") for what in ("MAX_BYTES", "BACKUP_COUNT"))
+        if most is None or old is None or 10 * int(most) * (1 + int(old)) > room:
+            yield f"{name} is evicted when its logs have filled /tmp"
+        if name != "autoscaler" and env.get("RAY_SERVE_LOG_TO_STDERR") != "0":
+            yield f"{name} writes Serve's lines twice"
+
+
 def upgrades_step_by_step_only_with_what_it_needs(manifests: Manifests) -> Iterator[str]:
     strategy = manifests.service["spec"].get("upgradeStrategy", {})
     if strategy.get("type") != "NewClusterWithIncrementalUpgrade":
@@ -400,6 +416,7 @@ EVERYWHERE: tuple[Rule, ...] = (
     versions_are_pinned,
     workers_have_room,
     workers_get_the_processor,
+    logs_are_bounded,
     upgrades_step_by_step_only_with_what_it_needs,
 )
 FOR_TENANTS: tuple[Rule, ...] = (tenants_are_known,)

@@ -156,6 +156,10 @@ BREAKS: list[tuple[Rule, Callable[[Manifests], None]]] = [
     (rules.workers_have_room, cluster("enableInTreeAutoscaling")),
     (rules.workers_have_room, cluster("headGroupSpec rayStartParams num-cpus")),
     (rules.workers_get_the_processor, worker(f"{BOX} env 5")),
+    (rules.logs_are_bounded, worker(f"{BOX} env 6")),
+    (rules.logs_are_bounded, head(f"{BOX} env 7 value", "536870912")),
+    (rules.logs_are_bounded, worker(f"{BOX} env 8")),
+    (rules.logs_are_bounded, cluster("autoscalerOptions env 1")),
     (
         rules.upgrades_step_by_step_only_with_what_it_needs,
         service("upgradeStrategy", {"type": "NewClusterWithIncrementalUpgrade"}),
