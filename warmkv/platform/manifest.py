@@ -1,4 +1,4 @@
-"""The Serve document inside a Kubernetes manifest: written from a configuration, never by hand."""
+"""What of a Kubernetes manifest is written from a configuration, never by hand: the Serve document, and the model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from warmkv.platform.document import serve_document
 from warmkv.platform.listening import check_listening
 
 NAME = "warmkv"  # of the RayService that the patch applies to
+MODEL = "warmkv/model"
+"""Annotation of the head's pod with the model.
+
+A document that changes is deployed in the pods that run: gateways would tokenize for the other model, and init
+containers fetch nothing. A pod that changes has KubeRay start a new cluster.
+"""
 
 
 class _Block(str):
@@ -25,18 +31,22 @@ _Dumper.add_representer(_Block, lambda dumper, text: dumper.represent_scalar("ta
 
 
 def manifest(config_path: Path) -> str:
-    """Render a kustomize patch that puts the Serve document of a configuration file into the RayService.
+    """Render a kustomize patch that puts a configuration file's Serve document, and its model, into the RayService.
 
     The environment is left out, so that the same file gives the same manifest everywhere. Raises ConfigError.
     """
     config = load(config_path, environ={})
     check_listening(config.gateway)
-    document = serve_document(config)
+    document, model = serve_document(config), config.model
+    named = f"{model.path}@{model.revision}" if model.revision else model.path
     patch = {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
         "metadata": {"name": NAME},
-        "spec": {"serveConfigV2": _Block(yaml.safe_dump(document, sort_keys=False))},
+        "spec": {
+            "serveConfigV2": _Block(yaml.safe_dump(document, sort_keys=False)),
+            "rayClusterConfig": {"headGroupSpec": {"template": {"metadata": {"annotations": {MODEL: named}}}}},
+        },
     }
     head = f"# Written by `warmkv k8s render` from {config_path.name}: change that file and render again.\n"
     return head + yaml.dump(patch, Dumper=_Dumper, sort_keys=False, width=120)

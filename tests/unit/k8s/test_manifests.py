@@ -44,6 +44,23 @@ def test_committed_patch_is_a_fresh_render(folder: Path) -> None:
     assert text == manifest.manifest(folder / "warmkv.yaml"), "run `make manifests`"
 
 
+def test_another_model_changes_the_pods(tmp_path: Path) -> None:
+    """A new cluster fetches it and tokenizes for it; other settings change the document alone."""
+    settings = tmp_path / "warmkv.yaml"
+
+    def cluster(text: str) -> object:
+        settings.write_text(text)
+        return yaml.safe_load(manifest.manifest(settings))["spec"]["rayClusterConfig"]
+
+    plain = cluster("model: {path: team/model}")
+    assert cluster("model: {path: team/model}\ncluster: {replicas: 3}") == plain
+    assert plain != cluster("model: {path: team/model, revision: abc}") != cluster("model: {path: team/other}") != plain
+    head = overlay("production").cluster["headGroupSpec"]["template"]["metadata"]
+    config = overlay("production").config.model
+    assert head["annotations"] == {manifest.MODEL: f"{config.path}@{config.revision}"}
+    assert head["labels"]
+
+
 def test_pods_have_the_file_that_the_document_was_written_from(rendered: Manifests, folder: Path) -> None:
     """A changed setting does not change the name of the ConfigMap, which would replace all pods."""
     (found,) = [one for one in rendered.kind("ConfigMap") if one["metadata"]["name"] == "warmkv-config"]
