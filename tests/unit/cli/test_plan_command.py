@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 
 from tests.html import Page
 from tests.unit.simulator.published import published
+from warmkv import __version__
 from warmkv.cli import app
 from warmkv.config import load
 from warmkv.platform.kubernetes.overlay import write_overlay
+from warmkv.platform.kubernetes.rendered import read, render
 from warmkv.simulator.studies.plans.deployment import Deployment
 
 ROOT = Path(__file__).parents[3]
@@ -157,6 +159,22 @@ def test_an_overlay_has_room_for_the_replicas_of_all_groups(model: Path, tmp_pat
         pytest.skip("kubectl is not installed: manifests cannot be rendered")
     findings = json.loads(call("k8s", "check", out, "--json").stdout)["findings"]
     assert {finding["rule"] for finding in findings} == {"references", "budgets"}
+
+
+def test_an_overlay_for_vllm_has_its_image_and_shared_memory(model: Path, tmp_path: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed: manifests cannot be rendered")
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    out = tmp_path / "k8s/overlays/mine"
+    planned = Deployment.of(str(model), lambda *flags: load(flags=["engine.kind=vllm", *flags], environ={}))
+    chosen = {"simulator.gpu": "H100", "cluster.replicas": 1}
+    write_overlay(out, tmp_path / "k8s/base", planned.configure, chosen, planned.shape, [])
+    (service,) = read(render(out), {}).services
+    (worker,) = service.workers
+    assert worker.box["image"] == f"warmkv:{__version__}-vllm"
+    assert worker.volume({"name": "shm"}) == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+    findings = json.loads(call("k8s", "check", out, "--json").stdout)["findings"]
+    assert {finding["level"] for finding in findings} == {"note"}
 
 
 def test_policies_are_chosen_if_their_quality_allows_it(model: Path, trace: tuple[Path, Path], tmp_path: Path) -> None:

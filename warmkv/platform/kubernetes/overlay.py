@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from warmkv import __version__
 from warmkv.config import Config, place_in, put
 from warmkv.model_shape import ModelShape
 from warmkv.platform import manifest
@@ -26,6 +27,8 @@ CPUS = 4
 """Of a worker pod for each replica: its engine, and what tokenizes beside it."""
 OF_PODS = (("simulator", "gpu"), ("cluster", "gpus_per_replica"))
 """Settings of groups of replicas that would need worker pods of another kind."""
+SHM = (3, "16Gi")
+"""The base's volume for /dev/shm, and its size with vLLM: NCCL's buffers, and the queues between its processes."""
 
 
 def refusal(config: Config) -> str:
@@ -55,7 +58,7 @@ def write_overlay(
     said = "".join(f"# {line}\n" for line in ["Written by `warmkv plan`. Change it, then `warmkv k8s render`.", *why])
     files = {
         SETTINGS: said + yaml.safe_dump(tree, sort_keys=False),
-        "kustomization.yaml": yaml.safe_dump(_kustomization(folder, base), sort_keys=False),
+        "kustomization.yaml": yaml.safe_dump(_kustomization(folder, base, _has_vllm(config)), sort_keys=False),
         "workers.yaml": yaml.safe_dump(_workers(config, shape), sort_keys=False),
     }
     for name, text in files.items():
@@ -64,8 +67,12 @@ def write_overlay(
     return [folder / name for name in (*files, "serve-config.yaml")]
 
 
-def _kustomization(folder: Path, base: Path) -> dict[str, Any]:
-    """Build on the base, and on its component for GPUs where there is one."""
+def _has_vllm(config: Config) -> bool:
+    return any(group.engine.kind == "vllm" for group in config.groups().values())
+
+
+def _kustomization(folder: Path, base: Path, vllm: bool) -> dict[str, Any]:
+    """Build on the base, and on its component for GPUs where there is one; with vLLM's image if asked for."""
 
     def beside(path: Path) -> str:
         return os.path.relpath(path.resolve(), folder.resolve())
@@ -79,6 +86,7 @@ def _kustomization(folder: Path, base: Path) -> dict[str, Any]:
         **({"components": [beside(gpu)]} if gpu.is_dir() else {}),
         "configMapGenerator": [{"name": "warmkv-config", "files": [SETTINGS]}],
         "generatorOptions": {"disableNameSuffixHash": True},
+        **({"images": [{"name": "warmkv", "newTag": f"{__version__}-vllm"}]} if vllm else {}),
         "patches": [
             {"path": "serve-config.yaml"},
             {"path": "workers.yaml", "target": {"kind": "RayService", "name": manifest.NAME}},
@@ -110,4 +118,10 @@ def _workers(config: Config, shape: ModelShape) -> list[dict[str, Any]]:
     }
     if product := PRODUCTS.get(gpu.name):
         changes[f"{GROUP}/template/spec/nodeSelector"] = {GPU_PRODUCT: product}
-    return [{"op": "add", "path": path, "value": value} for path, value in changes.items()]
+    patch = [{"op": "add", "path": path, "value": value} for path, value in changes.items()]
+    if _has_vllm(config):
+        number, size = SHM
+        volume = f"{GROUP}/template/spec/volumes/{number}"
+        patch.append({"op": "test", "path": f"{volume}/name", "value": "shm"})
+        patch.append({"op": "replace", "path": f"{volume}/emptyDir/sizeLimit", "value": size})
+    return patch

@@ -7,6 +7,7 @@ that hold settings against other objects are in `settings_rules.py`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -165,6 +166,19 @@ def images(rendered: RenderedManifests) -> Told:
             what = f"the image {image} is whatever is newest when a pod starts" if image else "no image is named"
             todo = "name a version or a digest under images: in the kustomization (newTag, digest)"
             yield f"{where}.image", what, todo
+
+
+def engine_images(rendered: RenderedManifests) -> Told:
+    """Find replicas over vLLM in an image that is built without it, by the tags of the Dockerfile's targets."""
+    for service, config in rendered.configured:
+        if all(kind.engine.kind != "vllm" for kind in config.groups().values()):
+            continue
+        for group in service.workers:
+            image = str(group.box.get("image", ""))
+            if target := re.search(r":[^/@]*-(cpu|cuda)(?![a-z0-9])", image):
+                what = f"engine.kind is vllm, and the image {image} is the one without it (--target {target[1]})"
+                todo = "build k8s/Dockerfile with --target vllm, and name that tag under images: in the kustomization"
+                yield f"{group.where}.image", what, todo
 
 
 # --- room
@@ -365,6 +379,7 @@ RULES: tuple[Rule, ...] = (
     references,
     selectors,
     images,
+    engine_images,
     gpu_workers,
     group_sizes,
     replicas_fit,

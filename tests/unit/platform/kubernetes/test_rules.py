@@ -112,6 +112,16 @@ def no_tag(good: Overlay) -> None:
     good.box["image"] = "registry.example.com:5000/warmkv"
 
 
+def vllm_without_it(good: Overlay) -> None:
+    vllm(good, "registry.example.com:5000/warmkv:0.1.0-cuda")
+
+
+def vllm(good: Overlay, image: str) -> None:
+    good.settings["engine"] = {"kind": "vllm"}
+    del good.settings["prefix_cache"]
+    good.box["image"] = image
+
+
 def no_gpu(good: Overlay) -> None:
     del good.limits["nvidia.com/gpu"]
 
@@ -284,6 +294,7 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (nothing_selected, "selectors", "PodDisruptionBudget/warmkv", "no pod: none has app=warmkv, part=replicas", ""),
     (latest, "images", f"{BOX}.image", "warmkv:latest is whatever is newest", "newTag"),
     (no_tag, "images", f"{BOX}.image", "whatever is newest", "newTag"),
+    (vllm_without_it, "engine_images", f"{BOX}.image", "warmkv:0.1.0-cuda is the one without", "--target vllm"),
     (no_gpu, "gpu_workers", GROUPS, "asks for 1 GPU (cluster.gpus_per_replica), and no worker group has one", "limit"),
     (idle_gpu, "gpu_workers", BOX, "replicas ask for none", "gpus_per_replica to 1"),
     (crossed_sizes, "group_sizes", f"{GROUPS}[h100]", "minReplicas, replicas and maxReplicas are 3, 2 and 2", ""),
@@ -356,6 +367,13 @@ def test_what_is_broken_is_told(
 def test_every_rule_is_broken_once() -> None:
     """Those of `settings_rules.py` are in tests/unit/k8s."""
     assert {rule.__name__ for rule in RULES if rule not in SETTINGS_RULES} == {case[1] for case in BROKEN}
+
+
+@pytest.mark.parametrize("tag", ["0.1.0-vllm", "0.1.0", "0.1.0-cudagraphs", "0.1.0@sha256:" + "0" * 64])
+def test_other_images_may_have_vllm(tag: str) -> None:
+    overlay = Overlay()
+    vllm(overlay, f"team-cuda/warmkv:{tag}")
+    assert told(overlay) == []
 
 
 def test_what_takes_the_place_of_a_limit_is_read() -> None:
