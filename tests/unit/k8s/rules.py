@@ -388,6 +388,8 @@ def upgrades_step_by_step_only_with_what_it_needs(manifests: Manifests) -> Itera
         yield "KubeRay refuses an incremental upgrade without Ray's autoscaler"
     if manifests.kind("Gateway"):
         yield "there is another Gateway than KubeRay's, which knows nothing of the weights"
+    if any(group["minReplicas"] for group in manifests.workers):
+        yield "both clusters keep pods that have nothing to do"
     options = strategy.get("clusterUpgradeOptions", {})
     if not options.get("gatewayClassName") or not options.get("intervalSeconds"):
         yield "KubeRay cannot make its Gateway"

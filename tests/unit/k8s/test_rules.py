@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from tests.unit.k8s import network_rules, rules
-from tests.unit.k8s.manifests import OVERLAYS, Manifests, overlay
+from tests.unit.k8s.manifests import OVERLAYS, Manifests, combined, overlay
 from tests.unit.k8s.rules import Rule
 
 GONE = object()
@@ -173,6 +174,14 @@ def test_what_breaks_a_rule_is_seen(rule: Rule, broken: Callable[[Manifests], No
     assert list(rule(manifests)) == []
     broken(manifests)
     assert list(rule(manifests))
+
+
+def test_an_upgrade_step_by_step_takes_pods_as_it_needs_them(tmp_path: Path) -> None:
+    manifests = combined(tmp_path, ["gpu", "autoscaling", "incremental-upgrade"])
+    rule = rules.upgrades_step_by_step_only_with_what_it_needs
+    assert list(rule(manifests)) == []
+    manifests.workers[0]["minReplicas"] = 1
+    assert list(rule(manifests)) == ["both clusters keep pods that have nothing to do"]
 
 
 def test_every_rule_is_broken_once() -> None:
