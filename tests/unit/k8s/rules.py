@@ -160,6 +160,8 @@ def is_ready_while_it_serves(manifests: Manifests) -> Iterator[str]:
         command = " ".join(box.get("readinessProbe", {}).get("exec", {}).get("command", ()))
         if re.findall(r"http://localhost:(\d+)(/\S+)", command) != ([] if name == "head" else ready):
             yield f"{name} is ready at the wrong time"
+        if name != "head" and box["readinessProbe"].get("periodSeconds", 10) > 1:
+            yield f"{name} may be in the service and not known as ready for seconds after an upgrade"
     if manifests.service["spec"].get("excludeHeadPodFromServeSvc") is not True:
         yield "the head is in the service"
     ((label, without),) = NOT_ON_THE_HEAD.items()

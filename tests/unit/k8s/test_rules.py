@@ -109,6 +109,7 @@ BREAKS: list[tuple[Rule, Callable[[Manifests], None]]] = [
     (rules.is_probed, head(f"{BOX} livenessProbe httpGet port", "elsewhere")),
     (rules.is_probed, one("StatefulSet", "warmkv-redis", f"spec template spec {BOX} readinessProbe")),
     (rules.is_ready_while_it_serves, worker(f"{BOX} readinessProbe exec command", ["true"])),
+    (rules.is_ready_while_it_serves, worker(f"{BOX} readinessProbe periodSeconds", 5)),
     (rules.is_ready_while_it_serves, service("excludeHeadPodFromServeSvc", False)),
     (rules.is_ready_while_it_serves, cluster("headGroupSpec labels")),
     (rules.ports_are_those_of_the_settings, setting("gateway port", 9000)),
