@@ -42,6 +42,8 @@ class EvalPlan:
     stream_tokens: int = 16_384
 
     def __post_init__(self) -> None:
+        for name in ("budgets", "tasks", "forms", "lengths", "depths"):  # a sample counts once
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         self.specs()
         if not self.budgets or not all(0 < share <= 1 for share in self.budgets):
             raise EvalError(f"budgets are shares of the full cache's bytes in (0, 1], got {_listed(self.budgets)}")

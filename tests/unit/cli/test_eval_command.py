@@ -151,6 +151,13 @@ def test_quick_changes_defaults_only():
     assert make(True, {}).tasks == tasks.NAMES
 
 
+def test_what_is_named_twice_is_asked_once():
+    given = {"tasks": ("needle", "needle"), "lengths": (256, 512, 256), "depths": (0.5, 0.5), "forms": ("chat", "chat")}
+    plan = make(False, given)
+    assert [(part.name, len(part)) for part in plan.parts(True)] == [("needle-chat-256", 5), ("needle-chat-512", 5)]
+    assert plan == make(False, {name: tuple(dict.fromkeys(values)) for name, values in given.items()})
+
+
 def test_policies_are_split_at_commas_but_not_within_knobs():
     assert split_policies("full, snapkv:window=16,kernel=7,h2o,") == ("full", "snapkv:window=16,kernel=7", "h2o")
 
