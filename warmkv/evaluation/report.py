@@ -35,6 +35,7 @@ def render(plan: EvalPlan, meta: Row, entries: Sequence[SummaryRow], rows: Seque
     ]
     if entries:
         parts += ["<h2>Quality at equal memory</h2>", _table(plan, names, entries)]
+        parts += [f"<p><b>{escape(told)}</b></p>"] if (told := table.unanswered(entries)) else []
         parts += ["<h2>Quality against bytes</h2>"]
         parts += [figure(charts.quality_against_bytes(entries, names, look))]
         parts += [

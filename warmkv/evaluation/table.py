@@ -26,10 +26,24 @@ def show(plan: EvalPlan, entries: Sequence[SummaryRow], stream: Sequence[Row], c
         console.print("Quality at equal memory", style="italic")
         show_table(_scores(plan, entries), console)
         console.print(f"{CAPTION}\n")
+        if told := unanswered(entries):
+            console.print(f"{told}\n", style="yellow")
     if stream:
         cache, end = stream[0]["cache_tokens"], max(row["start"] + row["tokens"] for row in stream)
         console.print(f"Perplexity along {end:,} tokens, at the bytes of {cache:,}", style="italic")
         show_table(_stream(plan, stream), console)
+
+
+def unanswered(entries: Sequence[SummaryRow]) -> str:
+    """Return a warning that names the tasks on which the full cache scores 0; "" if there is none."""
+    cells = next((entry.tasks for entry in entries if entry.all.policy == FULL), {})
+    tasks = [task for task, cell in cells.items() if cell.score == 0]
+    if not tasks:
+        return ""
+    return (
+        f"The full cache scores 0 on {', '.join(tasks)}: there policies cannot be compared. A model that always thinks "
+        "before it answers, or whose chat template begins answers with a channel, is asked with --form plain."
+    )
 
 
 def _scores(plan: EvalPlan, entries: Sequence[SummaryRow]) -> Table:

@@ -21,6 +21,8 @@ LISTED_KEYS = 6
 TRIES = 20
 MOST_CHARACTERS = 16  # of a token, on the average of any long text
 EARLY, MIDDLE, RECENT = 0.1, 0.5, 0.9
+WITHOUT_THINKING = {"enable_thinking": False, "thinking": False}
+"""Variables of chat templates: a model that thinks first would begin no answer with its first word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ class Texts:
     def tokens(self, sample: families.TaskSample) -> tuple[list[int], list[int]]:
         """Return prompt and answer of a sample, without the end mark, whose form differs by model."""
         if sample.chat:
-            text = self._tokenizer.apply_chat_template(sample.messages(), add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(
+                sample.messages(), add_generation_prompt=True, tokenize=False, **WITHOUT_THINKING
+            )
             start, lead = [], ""
         else:
             text, start = sample.prompt().removeprefix(families.BOS), self.start

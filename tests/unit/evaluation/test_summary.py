@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from rich.console import Console
 
 from warmkv.evaluation import table
 from warmkv.evaluation.plan import EvalPlan
@@ -59,6 +60,16 @@ def test_a_block_holds_what_fits_and_names_what_does_not():
     assert blocks[None] == {"full": found["full", None], "full+kivi4": found["full+kivi4", None]}
     assert blocks[0.5] == {"snapkv": None, "full+kivi4": found["full+kivi4", None], "window": None}
     assert blocks[0.2] == {"snapkv": found["snapkv", 0.2], "full+kivi4": None, "window": None}
+
+
+def test_tasks_on_which_the_full_cache_has_nothing_right_are_named():
+    """Say where scores of policies mean nothing, as of a model that thinks first, on screen and in the report."""
+    failed = summarise([row("multi", 0, "full", None, 0.0, 1000), row("code", 0, "full", None, 0.5, 1000)])
+    screen = Console(record=True, width=200)
+    table.show(EvalPlan(policies=(), budgets=(0.5,), tasks=("multi", "code")), failed, [], screen)
+    assert "full cache scores 0 on multi: " in screen.export_text()
+    assert "--form plain" in table.unanswered(failed)
+    assert table.unanswered(list(entries().values())) == table.unanswered([]) == ""
 
 
 def test_perplexity_is_of_all_tokens_alike():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,17 @@ def test_the_prompt_is_what_the_chat_template_makes(texts, tokenizer):
     assert text.startswith("<|im_start|>user\n")
     assert text.endswith("Answer with the value only.<|im_end|>\n<|im_start|>assistant\n")
     assert text.count("<|im_start|>") == 2
+
+
+def test_a_hybrid_model_answers_without_thinking(tokenizer):
+    """Render what Qwen3's template ends with where thinking is off, and the other name of that variable."""
+    closed = "<think>\n\n</think>\n\n"
+    for name in ("enable_thinking", "thinking"):
+        changed = copy.deepcopy(tokenizer)
+        changed.chat_template += f"{{%- if {name} is defined and not {name} -%}}{{{{- {closed!r} -}}}}{{%- endif -%}}"
+        text, answer = parts(tokenizer, draw(tasks.Texts(changed), "multi"))
+        assert text.endswith(f"<|im_start|>assistant\n{closed}")
+        assert answer == parts(tokenizer, draw(tasks.Texts(tokenizer), "multi"))[1]
 
 
 def test_plain_text_begins_with_the_start_token_if_there_is_one(texts, tokenizer):
