@@ -1,8 +1,9 @@
 """Budgets matched in bytes: how many tokens each policy may keep so that all of them take the same memory.
 
 Pure. Bytes are those that a slot may have in use until its answer ends: entries in their storage format with what
-belongs to them (scores and ages of argmin, the sinks' second copy, bounds of pages, a packed row's tail). What size
-classes add on top is an allocator's rounding and is left out, so that no method profits from where a class ends.
+belongs to them (scores and ages of argmin, the sinks' second copy, bounds of pages, a packed row's tail); a layer with
+a sliding window has no more than that holds. What size classes add on top is an allocator's rounding and is left out,
+so that no method profits from where a class ends.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from warmkv.policies import budgets
-from warmkv.policies.slot_sizes import KVShape, RowKind, packed_limit, row_bytes, row_kind
+from warmkv.policies import budgets, sliding
+from warmkv.policies.slot_sizes import KVShape, RowKind, layer_row_kind, packed_limit, row_bytes
 from warmkv.policy_spec import PolicySpec
 
 
 def full_bytes(shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
-    """Return bytes of the uncompressed cache; the last new token is never written."""
-    return (prompt_tokens + max(0, new_tokens - 1)) * shape.token_bytes
+    """Return bytes of the uncompressed cache as it is served; the last new token is never written."""
+    return planned_bytes(PolicySpec(), shape, prompt_tokens, new_tokens)
 
 
 def exact_bytes(
@@ -30,8 +31,11 @@ def exact_bytes(
     is in use right after the hand-off.
     """
     spec = budgets.resolve_auto(spec, prompt_tokens)
-    rows = Counter(budgets.slot_limit(spec, of_head, prompt_tokens, new_tokens) for layer in kept for of_head in layer)
-    return sum(count * row_bytes(_exact_kind(spec, prompt_tokens, limit), shape) for limit, count in rows.items())
+    rows = Counter((of_head, shape.window(layer)) for layer, heads in enumerate(kept) for of_head in heads)
+    return sum(
+        count * row_bytes(_exact_kind(spec, of_head, prompt_tokens, new_tokens, window), shape)
+        for (of_head, window), count in rows.items()
+    )
 
 
 def planned_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
@@ -39,17 +43,21 @@ def planned_bytes(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_toke
     all kept alike.
     """
     spec = budgets.in_force(spec, prompt_tokens, new_tokens)
-    kept = [[of_layer] * shape.kv_heads for of_layer in budgets.layer_budgets(spec, prompt_tokens, shape.layers)]
+    kept = [
+        [sliding.in_window(of_layer, shape.window(layer), prompt_tokens, new_tokens)] * shape.kv_heads
+        for layer, of_layer in enumerate(budgets.layer_budgets(spec, prompt_tokens, shape.layers))
+    ]
     return exact_bytes(spec, shape, kept, prompt_tokens, new_tokens)
 
 
-def _exact_kind(spec: PolicySpec, prompt_tokens: int, limit: int) -> RowKind:
-    """Return the row kind of exactly `limit` entries: whole pages and whole packed groups, no size class."""
-    kind = row_kind(spec, prompt_tokens, limit)
+def _exact_kind(spec: PolicySpec, kept: int, prompt_tokens: int, new_tokens: int, window: int) -> RowKind:
+    """Return the row kind of exactly the entries it needs: whole pages and whole packed groups, no size class."""
+    kind, limit = layer_row_kind(spec, kept, prompt_tokens, new_tokens, window)
     if kind.segment:
         return replace(kind, capacity=-(-limit // kind.segment) * kind.segment)
     if kind.grouped:
-        return replace(kind, capacity=kind.front + packed_limit(spec, limit) + kind.tail)
+        inside = sliding.in_layer(spec, window, prompt_tokens, new_tokens)
+        return replace(kind, capacity=kind.front + packed_limit(inside, limit) + kind.tail)
     return replace(kind, capacity=limit)
 
 
@@ -78,9 +86,13 @@ def match(spec: PolicySpec, shape: KVShape, prompt_tokens: int, new_tokens: int,
     def fits(tokens: int) -> bool:
         return planned_bytes(with_budget(spec, tokens), shape, prompt_tokens, new_tokens) <= allowed
 
-    most = prompt_tokens + max(0, new_tokens - 1)  # with it nothing is ever given up
-    tokens = largest(fits, smallest_budget(spec), max(most, smallest_budget(spec)))
-    return None if tokens is None else with_budget(spec, tokens)
+    least = smallest_budget(spec)
+    most = max(prompt_tokens + max(0, new_tokens - 1), least)  # with it nothing is ever given up
+    # A row that holds a whole window has no ages and scores: bytes grow with the budget up to a window, and from it on
+    for low in sorted({least, *shape.windows}, reverse=True):
+        if least <= low <= most and (tokens := largest(fits, low, most)) is not None:
+            return with_budget(spec, tokens)
+    return None
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:

@@ -53,7 +53,7 @@ def evaluate(
     """
     cache = cache_tokens(model, len(ids))
     prompt, forced = ids[:cache], ids[cache:]
-    allowed = cache * model.kv_shape.token_bytes
+    allowed = matching.full_bytes(model.kv_shape, cache, 1)
     matched = {label: _matched(model, spec, cache, len(forced), allowed) for label, spec in specs.items()}
     reached = {label: spec for label, spec in matched.items() if spec is not None and _turns(spec)}
     losses, sizes = _decoded(model, prompt, forced, reached, allowed, progress, classes)

@@ -182,7 +182,7 @@ def test_policies_are_chosen_if_their_quality_allows_it(model: Path, trace: tupl
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [
         {"task": "t", "variant": "", "length": 1000, "depth": 0.5, "sample": 0, "policy": policy, "share": share,
-         "score": score, "kept_tokens": int(share * 1000), "prompt_tokens": 1000}
+         "score": score, "budget": int(share * 1000), "prompt_tokens": 1000}
         for policy, share, score in [("full", 1.0, 1.0), ("snapkv", 0.1, 0.8), ("snapkv", 0.3, 1.0)]
     ]  # fmt: skip
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "results.parquet")

@@ -35,8 +35,8 @@ def files(tmp_path_factory):
     assert done.exit_code == 0, done.output
     (folder / "grid.yaml").write_text(GRID)
     common = {"task": "code", "variant": "plain", "length": 500, "depth": None, "sample": 0, "prompt_tokens": 500}
-    rows = [("full", None, 0.8, 500.0), ("snapkv", 0.2, 0.6, 100.0), ("snapkv", 0.5, 0.8, 250.0)]
-    names = ("policy", "share", "score", "kept_tokens")
+    rows = [("full", None, 0.8, None), ("snapkv", 0.2, 0.6, 100), ("snapkv", 0.5, 0.8, 250)]
+    names = ("policy", "share", "score", "budget")
     measured = [{**common, **dict(zip(names, row, strict=True))} for row in rows]
     pq.write_table(pa.Table.from_pylist(measured), folder / "results.parquet")
     return folder

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,12 +26,13 @@ POLICIES = [
 @given(
     method=st.sampled_from(POLICIES),
     kv_heads=st.sampled_from([1, 2, 8]),
+    windows=st.sampled_from([(), (64, 0, 64), (512, 512, 0), (40, 700, 700)]),
     prompt=st.integers(2, 5000),
     new=st.integers(1, 300),
     share=st.floats(0.01, 1.0),
 )
-def test_the_largest_budget_within_the_share(method, kv_heads, prompt, new, share):
-    shape, spec = KVShape(3, kv_heads, 32, 2), read_policy(method)
+def test_the_largest_budget_within_the_share(method, kv_heads, windows, prompt, new, share):
+    shape, spec = KVShape(3, kv_heads, 32, 2, windows=windows), read_policy(method)
     allowed = matching.allowed_bytes(shape, prompt, new, share)
     found = matching.match(spec, shape, prompt, new, allowed)
     if found is None:
@@ -59,10 +62,38 @@ def test_bytes_counted_by_hand(policy, expected):
     assert matching.planned_bytes(PolicySpec.model_validate(policy), SHAPE, 100, 10) == expected
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("full", 2 * (2 * 64 + 109) * ENTRY),  # two layers are rings of their window
+        ("window@40", 6 * 40 * ENTRY),
+        ("window@80", 2 * (2 * 64 + 80) * ENTRY),
+        ("h2o@40", 6 * 40 * (ENTRY + 8)),
+        ("h2o@80", 2 * (2 * 64 * ENTRY + 80 * (ENTRY + 8))),  # a ring needs no scores
+        ("snapkv@40", 2 * (2 * 49 * (ENTRY + 4) + 49 * ENTRY)),  # ages tell what has left the window
+        ("snapkv@80", 2 * (2 * 64 + 89) * ENTRY),
+    ],
+)
+def test_layers_with_a_window_count_what_it_leaves(policy, expected):
+    shape = replace(SHAPE, windows=(64, 0, 64))
+    assert matching.planned_bytes(PolicySpec.model_validate(policy), shape, 100, 10) == expected
+
+
+@pytest.mark.parametrize("method", ["window", "streaming_llm", "h2o", "tova", "snapkv", "adakv"])
+@pytest.mark.parametrize("share", [0.5, 0.2])
+def test_a_share_is_used_up_where_layers_have_windows(method, share):
+    shape = KVShape(6, 2, 128, 2, windows=(512,) * 5 + (0,))
+    full, allowed = matching.full_bytes(shape, 3072, 8), matching.allowed_bytes(shape, 3072, 8, share)
+    assert full == 2 * (5 * 512 + 3079) * 2 * 128 * 2
+    found = matching.match(read_policy(method), shape, 3072, 8, allowed)
+    assert 0.95 * allowed < matching.planned_bytes(found, shape, 3072, 8) <= allowed
+
+
+@pytest.mark.parametrize("windows", [(), (64, 0, 100)])
 @pytest.mark.parametrize("method", POLICIES)
-def test_a_slot_takes_that_and_the_rounding_to_its_size_class(method):
-    spec = matching.with_budget(read_policy(method), 150)
-    exact, real = matching.planned_bytes(spec, SHAPE, 600, 20), slot_bytes(spec, SHAPE, 600, 20)
+def test_a_slot_takes_that_and_the_rounding_to_its_size_class(method, windows):
+    spec, shape = matching.with_budget(read_policy(method), 150), replace(SHAPE, windows=windows)
+    exact, real = matching.planned_bytes(spec, shape, 600, 20), slot_bytes(spec, shape, 600, 20)
     assert exact <= real
     if not budgets.follows_content(spec, 600):
         assert real <= 1.35 * exact

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.conftest import VOCABULARY, Driver, make_request
+from tests.unit.replicas.slots.test_sliding import sliding_model
 from warmkv.evaluation import forcing, matching, tasks
 from warmkv.evaluation.plan import read_policy
 from warmkv.evaluation.scoring import score
 from warmkv.evaluation.tasks import Sample
 from warmkv.policy_spec import PolicySpec
+from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.slots.slots import SlotPool
 
 POLICIES = ("full", "window", "streaming_llm", "h2o", "snapkv", "pyramidkv", "adakv+turbo4", "full+kivi4", "fastgen")
@@ -60,11 +64,18 @@ def test_what_the_engine_decodes_is_right_when_forced(model, texts, policy):
     assert losses.shape == (1, 40)
 
 
-def test_bytes_stay_within_the_share_and_within_the_slot(model, texts):
+@pytest.mark.parametrize("window", [0, 96])
+def test_bytes_stay_within_the_share_and_within_the_slot(model, texts, window):
     sample = drawn(texts, "code")
+    if window:
+        model = prepare(sliding_model(window))
+        prompt, forced = (tuple(token % VOCABULARY for token in of) for of in (sample.prompt, sample.forced))
+        sample = replace(sample, prompt=prompt, forced=forced)
     full = matching.full_bytes(model.kv_shape, len(sample.prompt), len(sample.forced))
     rows = score(specs(*POLICIES, "adakv+kivi4", "cake", "adaptive"), (1.0, 0.6, 0.3), model, sample, by_token=True)
-    assert {row["share"] for row in rows if row["policy"] == "cake"} == {1.0, 0.6, 0.3}
+    assert rows[0]["bytes"] == full
+    reached = {1.0, 0.6} if window else {1.0, 0.6, 0.3}  # the answer alone fills most of a window
+    assert {row["share"] for row in rows if row["policy"] == "cake"} == reached
     for row in rows:
         assert row["share"] is None or row["bytes"] <= row["share"] * full
         assert row["handoff_bytes"] <= row["bytes"] <= row["slot_bytes"]

@@ -42,7 +42,7 @@ def evaluated(folder: Path) -> Path:
     sample = {"task": "t", "variant": "v", "length": 1000, "depth": 0, "sample": 0, "prompt_tokens": 1000}
     scores = {"full": {1.0: 1.0}, "snapkv": {0.2: 0.6, 0.4: 0.999, 0.6: 0.999}}
     rows = [
-        {**sample, "policy": policy, "share": share, "score": score, "kept_tokens": round(1000 * share)}
+        {**sample, "policy": policy, "share": share, "score": score, "budget": round(1000 * share)}
         for policy, measured in scores.items()
         for share, score in measured.items()
     ]

@@ -204,7 +204,7 @@ def policies_of(quality: Quality, prompts: Mapping[int, int], least: float) -> t
         if not plain.method.has_budget:
             (within if curve.retention[0] >= least else below)[name] = (1.0, name)
             continue
-        for budget in _budgets(curve.kept):
+        for budget in _budgets(curve.budgets):
             spec = PolicySpec.model_validate({**plain.model_dump(), "budget": budget})
             kept = sweep_quality.retention(quality, spec, prompts)
             if kept is not None:
@@ -216,12 +216,12 @@ def policies_of(quality: Quality, prompts: Mapping[int, int], least: float) -> t
     return first[0], first[1]
 
 
-def _budgets(kept: Sequence[float]) -> Iterator[float]:
-    """Yield the shares that were measured, ascending; the largest a little less, since kept tokens are rounded up."""
-    for before, share in zip([0.0, *kept], kept, strict=False):
+def _budgets(measured: Sequence[float]) -> Iterator[float]:
+    """Yield the shares that were measured, ascending; the largest a little less, since budgets are rounded up."""
+    for before, share in zip([0.0, *measured], measured, strict=False):
         if share < 1:
             less = math.floor(1000 * (share - 0.02 * (share - before))) / 1000
-            yield less if share == kept[-1] else math.ceil(1000 * share) / 1000
+            yield less if share == measured[-1] else math.ceil(1000 * share) / 1000
 
 
 @dataclass

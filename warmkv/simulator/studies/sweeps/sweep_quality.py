@@ -1,8 +1,8 @@
 """What a policy leaves of a model's answers at a budget, as `warmkv eval` measured it. Unknown stays unknown.
 
 Retention is the score over that of the full cache on the same samples, every task weighed alike. A policy was measured
-at several shares of the full cache's bytes, each of which kept a share of the prompt's tokens; between two of them
-retention is interpolated, beyond them it is unknown.
+at several shares of the full cache's bytes, each of which gave it a budget, a share of the prompt's tokens; between two
+of them retention is interpolated, beyond them it is unknown. Layers with a sliding window keep less of it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from warmkv.faults import UserError
-from warmkv.policies.budgets import kept_tokens
+from warmkv.policies.budgets import resolve_budget
 from warmkv.policy_spec import PolicySpec
 
 FULL = "full"
 _SAMPLE = ("task", "variant", "length", "depth", "sample")
-COLUMNS = (*_SAMPLE, "policy", "share", "score", "kept_tokens", "prompt_tokens")
+COLUMNS = (*_SAMPLE, "policy", "share", "score", "budget", "prompt_tokens")
 
 
 class QualityError(UserError):
@@ -31,16 +31,16 @@ class QualityError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Retention by the share of a prompt's tokens that is kept, ascending."""
+    """Retention by the budget as a share of a prompt's tokens, ascending; of a policy without a budget at 1."""
 
-    kept: tuple[float, ...]
+    budgets: tuple[float, ...]
     retention: tuple[float, ...]
 
-    def at(self, kept: float) -> float | None:
+    def at(self, budget: float) -> float | None:
         """Interpolate; return None outside of what was measured."""
-        if not self.kept[0] <= kept <= self.kept[-1]:
+        if not self.budgets[0] <= budget <= self.budgets[-1]:
             return None
-        return float(np.interp(kept, self.kept, self.retention))
+        return float(np.interp(budget, self.budgets, self.retention))
 
 
 Quality = Mapping[str, Curve]
@@ -75,11 +75,11 @@ def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     for (policy, _), of in groups.items():
         base = _mean_over_tasks(of, [full[_sample(row)] for row in of])
         if base > 0:
-            kept = fmean(row["kept_tokens"] / row["prompt_tokens"] for row in of)
+            budget = fmean(_share(row["budget"], row["prompt_tokens"]) for row in of)
             retention = _mean_over_tasks(of, [row["score"] for row in of]) / base
-            measured[policy][round(kept, 9)].append(retention)
+            measured[policy][round(budget, 9)].append(retention)
     return {
-        policy: Curve(tuple(sorted(points)), tuple(fmean(points[kept]) for kept in sorted(points)))
+        policy: Curve(tuple(sorted(points)), tuple(fmean(points[budget]) for budget in sorted(points)))
         for policy, points in measured.items()
     }
 
@@ -94,9 +94,9 @@ def retention(quality: Quality, spec: PolicySpec, prompts: Mapping[int, int]) ->
         return own.retention[0] if own is not None else None
     total = 0.0
     for prompt, count in prompts.items():
-        kept = kept_tokens(spec, prompt)
-        curve = whole if kept >= prompt else own
-        found = None if curve is None else curve.retention[0] if curve is whole else curve.at(kept / prompt)
+        budget = _share(resolve_budget(spec, prompt), prompt)
+        curve = whole if budget == 1 else own
+        found = None if curve is None else curve.retention[0] if curve is whole else curve.at(budget)
         if found is None:
             return None
         total += found * count
@@ -107,6 +107,10 @@ def retention(quality: Quality, spec: PolicySpec, prompts: Mapping[int, int]) ->
 def label_of(spec: PolicySpec) -> str:
     """Return the short form without the budget, as results name policies."""
     return spec.label.replace(f"@{spec.budget}", "", 1)
+
+
+def _share(budget: int | None, prompt: int) -> float:
+    return 1.0 if budget is None else min(1.0, budget / prompt)
 
 
 def _sample(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ from warmkv.simulator.studies.sweeps.sweep_quality import QualityError, curves, 
 def row(policy, share, score, kept, sample=0, task="needle", prompt=1000):
     return {
         "task": task, "variant": "plain", "length": prompt, "depth": None, "sample": sample, "policy": policy,
-        "share": share, "score": score, "kept_tokens": float(kept), "prompt_tokens": prompt,
+        "share": share, "score": score, "kept_tokens": kept / 3, "prompt_tokens": prompt,
+        "budget": None if policy.startswith("full") else kept,
     }  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def test_retention_is_over_the_full_cache_on_the_same_samples_with_tasks_alike()
     found = curves(ROWS)
     assert found["full"].retention == (1.0,)
     # 10%: (0.3 + 0.4) / 2 over (0.75 + 0.8) / 2; 50%: one sample, on which both are right
-    assert found["snapkv"].kept == (0.1, 0.5)
+    assert found["snapkv"].budgets == (0.1, 0.5)  # fewer tokens are kept: most layers have a window
     assert found["snapkv"].retention == pytest.approx((0.35 / 0.775, 1.0))
     assert "h2o" not in found  # its sample was not measured with the full cache
 
