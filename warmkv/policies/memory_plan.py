@@ -92,16 +92,17 @@ class ModelSizes:
     def of(cls, model: ModelShape, dtype_bytes: int | None = None, *, packed: bool = False) -> ModelSizes:
         """Return the sizes that a model's config.json tells; `dtype_bytes` are those it is served in, if other ones.
 
-        Packed, as on a CPU, the matrix before the logits is there twice where the embeddings share it. Norms and biases
-        are left out: a thousandth of the rest.
+        Packed, as on a CPU, the matrix before the logits is there twice where the embeddings share it, and quantised
+        layers are in the dtype. Norms and biases are left out: a thousandth of the rest.
         """
         size = dtype_bytes or model.dtype_bytes
+        layers = size * model.layer_weights if packed else model.layer_bytes(size)
         matrices = 1 if model.tied and not packed else 2  # before the first layer and behind the last
         return cls(
-            size * (model.layer_weights + matrices * model.head_weights),
+            layers + size * matrices * model.head_weights,
             KVShape(model.layers, model.kv_heads, model.head_dim, size, model.heads),
             model.hidden,
-            model.experts_per_token * model.intermediate,
+            max(model.experts_per_token * model.intermediate + model.shared, model.dense_intermediate),
             model.vocabulary,
         )
 

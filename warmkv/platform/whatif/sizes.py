@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from warmkv.config import Config, ModelConfig
 from warmkv.model_shape import ModelShape, ModelShapeError, kv_figures
 from warmkv.models import tiny
 from warmkv.simulator.cluster.memory import resolved
+
+log = logging.getLogger(__name__)
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -85,7 +88,8 @@ def _with_sizes(tree: Mapping[str, Any], sized: Config) -> dict[str, Any]:
 def _shape(folder: Path, model: ModelConfig, on_gpu: bool) -> ModelShape:
     try:
         figures = kv_figures(folder)
-    except ModelShapeError:
+    except ModelShapeError as error:
+        log.warning("replays take the KV cache of the model in the package, set simulator.model: %s", error)
         figures = {}
     dtype = ("bfloat16" if on_gpu else "float32") if model.dtype == "auto" else model.dtype
     return ModelShape.model_validate({**figures, "dtype_bytes": _BYTES[dtype]})

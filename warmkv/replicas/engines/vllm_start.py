@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,11 @@ def read_model(config: Config) -> Model:
     folder = fetch(config.model)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device)
+    text = AutoConfig.from_pretrained(folder).get_text_config()
     try:
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:
-        eos = AutoConfig.from_pretrained(folder).get_text_config().eos_token_id
+        eos = text.eos_token_id
     most = load_max_context(config.model)
     wanted = config.engine.max_context
     if wanted is not None and wanted > most:
@@ -71,24 +72,25 @@ def read_model(config: Config) -> Model:
         folder,
         device,
         dtype,
-        _sizes(folder, dtype),
+        _sizes(folder, text.to_dict(), dtype),
         wanted or most,
         frozenset([eos] if isinstance(eos, int) else eos or ()),
         config.prefix_cache.storage,
     )
 
 
-def _sizes(folder: Path, dtype: torch.dtype) -> ModelSizes:
+def _sizes(folder: Path, described: Mapping[str, Any], dtype: torch.dtype) -> ModelSizes:
     """Return a model's sizes, its weights by its files where they tell.
 
-    Of an architecture that is not counted here (`model_shape`) they are the KV cache and the vocabulary: that is what
-    limits and bills go by. Raises ModelShapeError where these are not known.
+    `described` is its configuration with what files leave out, the defaults of its family. Of an architecture that is
+    not counted here (`model_shape`) they are the KV cache and the vocabulary: that is what limits and bills go by.
+    Raises ModelShapeError where these are not known.
     """
     try:
-        sizes = ModelSizes.of(ModelShape.model_validate(figures(folder)), dtype.itemsize)
+        sizes = ModelSizes.of(ModelShape.model_validate(figures(described)), dtype.itemsize)
     except ModelShapeError:
-        cache = ModelShape.model_validate(kv_figures(folder))
-        sizes = replace(ModelSizes.of(cache, dtype.itemsize), vocabulary=vocabulary(folder))
+        cache = ModelShape.model_validate(kv_figures(described))
+        sizes = replace(ModelSizes.of(cache, dtype.itemsize), vocabulary=vocabulary(described))
     weights = device_memory.weight_bytes(folder, dtype)
     return sizes if weights is None else replace(sizes, weights=weights)
 

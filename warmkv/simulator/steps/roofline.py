@@ -49,7 +49,7 @@ def _phases(model: ModelShape, gpu: Gpu, share: float, storage: StorageFormat) -
     overhead = OVERHEAD_SECONDS
     token, logits = 2 * model.active_weights * operation, 2 * model.head_weights * operation
     pair = 4 * model.layers * model.heads * model.head_dim * operation
-    weights = byte * model.dtype_bytes * (model.layer_weights + model.head_weights)
+    weights = byte * (model.layer_bytes() + model.dtype_bytes * model.head_weights)
     rows = byte * model.layers * model.kv_heads
     kv = rows * STORAGES["model"].entry_bytes(model.head_dim, model.dtype_bytes)
     entry = rows * storage.entry_bytes(model.head_dim, model.dtype_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
@@ -571,6 +572,19 @@ def test_sizes_are_those_of_the_replicas_and_of_the_model():
         told = load(flags=[own, "simulator.model={layers: 3}"], environ={})
         assert with_sizes(told, Held()).simulator.model.layers == 3
     assert Held.of({"replicas": {}}) == Held()
+
+
+def test_a_model_whose_shape_is_unknown_is_told(tmp_path, caplog):
+    """Replays then have the shape of `simulator.model`; of what files may leave out the default is taken."""
+    gemma = {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240}
+    file, own = tmp_path / "config.json", load(flags=[f"model.path={tmp_path}"], environ={})
+    file.write_text(json.dumps({"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": gemma}))
+    shape = with_sizes(own, Held(on_gpu=True)).simulator.model
+    assert (shape.layers, shape.kv_heads, shape.head_dim, shape.dtype_bytes) == (34, 4, 256, 2)
+    assert not caplog.records
+    file.write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 34}))
+    assert with_sizes(own, Held()).simulator.model == load(environ={}).simulator.model
+    assert "lacks 'num_attention_heads'" in caplog.text
 
 
 def test_each_group_has_its_own_sizes():

@@ -46,6 +46,24 @@ DEEPSEEK_V2_LITE = {
     "torch_dtype": "bfloat16",
 }
 
+PHI_3_VISION = {
+    "model_type": "llava",
+    "torch_dtype": "bfloat16",
+    "text_config": {"model_type": "phi3", "num_hidden_layers": 40, "hidden_size": 5120},
+}
+GEMMA_3_12B = {
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+    },
+}
+
 
 @pytest.fixture
 def on_80_gb(monkeypatch, tmp_path) -> Callable[..., tuple[Config, Model, float]]:
@@ -96,6 +114,17 @@ def test_a_model_that_does_not_fit_is_left_to_vllm_where_it_measures(on_80_gb):
 def test_of_mla_and_shared_experts_cache_and_vocabulary_are_known(on_80_gb):
     _, model, _ = on_80_gb(DEEPSEEK_V2_LITE, 31_412_968_448, 1)
     assert (model.token_bytes, model.sizes.vocabulary) == (27 * (512 + 64) * 2, 102_400)
+
+
+@pytest.mark.parametrize(
+    ("described", "token_bytes", "vocabulary"),
+    [(GEMMA_3_12B, 48 * 2 * 8 * 256 * 2, 262_208), (PHI_3_VISION, 40 * 2 * 32 * 160 * 2, 32_064)],
+    ids=["head_dim and vocab_size", "num_attention_heads"],
+)
+def test_what_a_file_leaves_out_is_the_default_of_its_family(on_80_gb, described, token_bytes, vocabulary):
+    """Multimodal configurations hold only what differs from it."""
+    _, model, _ = on_80_gb(described, 24_400_000_000, 1)
+    assert (model.token_bytes, model.sizes.vocabulary) == (token_bytes, vocabulary)
 
 
 @pytest.mark.parametrize(

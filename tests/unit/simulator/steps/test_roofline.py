@@ -116,7 +116,7 @@ def test_known_models_have_their_parameters(model, tmp_path):
     [
         ("{", "is no configuration of a model"),
         ("[]", "is no configuration of a model"),
-        ("{}", "lacks 'num_attention_heads'"),
+        ("{}", "lacks 'num_hidden_layers'"),
         (json.dumps({key: LLAMA[key] for key in LLAMA if key != "vocab_size"}), "lacks 'vocab_size'"),
         (json.dumps(LLAMA | {"torch_dtype": "int4"}), "dtype 'int4' is not one of float32"),
         (json.dumps(LLAMA | {"num_hidden_layers": 0}), "without a KV cache"),

@@ -89,7 +89,7 @@ def _of_roofline(model: ModelShape, config: Config) -> tuple[StepTimes, str]:
     times = roofline.roofline(model, gpu, share)
     name = model.path.parent.name if model.path and model.path.suffix == ".json" else model.path and model.path.name
     source = f"roofline of {name or 'the model'} on {gpu.name}"
-    held = model.dtype_bytes * (model.layer_weights + model.head_weights)
+    held = model.layer_bytes() + model.dtype_bytes * model.head_weights
     sized = resolved(config)
     held += sized.engine.kv_limit + sized.prefix_cache.memory_limit * config.prefix_cache.enabled
     if held > gpu.memory * share:
