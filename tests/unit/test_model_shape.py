@@ -111,8 +111,9 @@ def test_published_models_have_their_parameters(name, tmp_path):
 
 
 def test_only_the_experts_of_a_token_are_active():
-    active = ModelShape(**figures(PUBLISHED["ERNIE-4.5-21B-A3B"][1])).active_weights
-    assert active == pytest.approx(3.09e9, rel=0.01)
+    shape = ModelShape(**figures(PUBLISHED["ERNIE-4.5-21B-A3B"][1]))
+    assert shape.active_weights == pytest.approx(3.09e9, rel=0.01)
+    assert ModelSizes.of(shape).intermediate == 6 * 1536 + 2 * 1536  # and 12,288 in the dense layer
 
 
 def test_the_dtype_is_that_of_the_whole_model_or_two_bytes(tmp_path):

@@ -44,6 +44,13 @@ def test_the_recomputed_window_knows_the_models_own_windows():
     assert float(losses[3]) == pytest.approx(float(-logits.log_softmax(-1)[ids[35]]), rel=1e-4)
 
 
+def test_a_stream_has_the_bytes_that_windows_leave():
+    model, ids = prepare(sliding_model(12)), [(7 * at) % 97 for at in range(200)]
+    rows = stream.evaluate(model, ids, bounded({}), 0, lambda n: None)
+    cache, of_layer = rows[0]["cache_tokens"], model.kv_shape.token_bytes // 3
+    assert {row["bytes"] for row in rows if row["policy"] != "streaming_llm"} == {(2 * 12 + cache) * of_layer}
+
+
 def test_a_stream_goes_on_beyond_the_models_range(model, texts):
     model = replace(model, max_context=CONTEXT // 2)
     count = model.max_context + 300

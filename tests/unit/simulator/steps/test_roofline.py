@@ -92,6 +92,12 @@ def test_a_decode_step_takes_its_arithmetic_or_its_traffic(model, policy, batch,
     assert cost.seconds(batch, entries) == pytest.approx(max(flops / H100.flops, traffic / H100.bandwidth), rel=1e-9)
 
 
+def test_quantised_layers_are_read_in_their_bits(model):
+    cost = roofline(model.model_copy(update={"weight_bits": 4.25}), IDEAL).of(kind("full")).decode
+    layers, head = model.layers * linear_weights(model) * 4.25 / 8, model.hidden * model.vocabulary * 2
+    assert cost.seconds(1, 10) == pytest.approx((layers + head + kv_bytes(model, 11)) / H100.bandwidth, rel=1e-9)
+
+
 def test_efficiency_overhead_and_the_share_of_a_gpu(model, monkeypatch):
     ideal = roofline(model, IDEAL).of(kind("full"))
     flags = ("simulator.gpu.flops_efficiency=0.5", "simulator.gpu.bandwidth_efficiency=0.25")
