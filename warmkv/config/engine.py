@@ -117,6 +117,11 @@ class EngineConfig(Section):
         return self.kind == "warmkv"
 
     @property
+    def image_target(self) -> str:
+        """Return the target of `k8s/Dockerfile` that has its packages; empty where every target has them."""
+        return "vllm" if self.kind == "vllm" else ""
+
+    @property
     def records(self) -> bool:
         """Return True if decode steps are recorded as CUDA graphs, where there is a GPU."""
         return self.compile != "off" and not self.batch_invariant

@@ -137,6 +137,11 @@ class Config(Section):
         return self.model_copy(update={"simulator": self.simulator.model_copy(update={"failures": failures})})
 
     @property
+    def image_target(self) -> str:
+        """Return the target of `k8s/Dockerfile` that has the packages of all groups; empty where every target does."""
+        return next(filter(None, (group.engine.image_target for group in self.groups().values())), "")
+
+    @property
     def most_replicas(self) -> int:
         """Return the most replicas that there may be, of all groups."""
         return sum(group.cluster.most_replicas for group in self.groups().values())

@@ -58,7 +58,7 @@ def write_overlay(
     said = "".join(f"# {line}\n" for line in ["Written by `warmkv plan`. Change it, then `warmkv k8s render`.", *why])
     files = {
         SETTINGS: said + yaml.safe_dump(tree, sort_keys=False),
-        "kustomization.yaml": yaml.safe_dump(_kustomization(folder, base, _has_vllm(config)), sort_keys=False),
+        "kustomization.yaml": yaml.safe_dump(_kustomization(folder, base, config.image_target), sort_keys=False),
         "workers.yaml": yaml.safe_dump(_workers(config, shape), sort_keys=False),
     }
     for name, text in files.items():
@@ -67,12 +67,8 @@ def write_overlay(
     return [folder / name for name in (*files, "serve-config.yaml")]
 
 
-def _has_vllm(config: Config) -> bool:
-    return any(group.engine.kind == "vllm" for group in config.groups().values())
-
-
-def _kustomization(folder: Path, base: Path, vllm: bool) -> dict[str, Any]:
-    """Build on the base, and on its component for GPUs where there is one; with vLLM's image if asked for."""
+def _kustomization(folder: Path, base: Path, target: str) -> dict[str, Any]:
+    """Build on the base, and on its component for GPUs where there is one; with the image of a target if named."""
 
     def beside(path: Path) -> str:
         return os.path.relpath(path.resolve(), folder.resolve())
@@ -86,7 +82,7 @@ def _kustomization(folder: Path, base: Path, vllm: bool) -> dict[str, Any]:
         **({"components": [beside(gpu)]} if gpu.is_dir() else {}),
         "configMapGenerator": [{"name": "warmkv-config", "files": [SETTINGS]}],
         "generatorOptions": {"disableNameSuffixHash": True},
-        **({"images": [{"name": "warmkv", "newTag": f"{__version__}-vllm"}]} if vllm else {}),
+        **({"images": [{"name": "warmkv", "newTag": f"{__version__}-{target}"}]} if target else {}),
         "patches": [
             {"path": "serve-config.yaml"},
             {"path": "workers.yaml", "target": {"kind": "RayService", "name": manifest.NAME}},
@@ -119,7 +115,7 @@ def _workers(config: Config, shape: ModelShape) -> list[dict[str, Any]]:
     if product := PRODUCTS.get(gpu.name):
         changes[f"{GROUP}/template/spec/nodeSelector"] = {GPU_PRODUCT: product}
     patch = [{"op": "add", "path": path, "value": value} for path, value in changes.items()]
-    if _has_vllm(config):
+    if config.image_target:
         number, size = SHM
         volume = f"{GROUP}/template/spec/volumes/{number}"
         patch.append({"op": "test", "path": f"{volume}/name", "value": "shm"})

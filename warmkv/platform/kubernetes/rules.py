@@ -169,15 +169,15 @@ def images(rendered: RenderedManifests) -> Told:
 
 
 def engine_images(rendered: RenderedManifests) -> Told:
-    """Find replicas over vLLM in an image that is built without it, by the tags of the Dockerfile's targets."""
+    """Find replicas in an image that is built without their engine, by the tags of the Dockerfile's targets."""
     for service, config in rendered.configured:
-        if all(kind.engine.kind != "vllm" for kind in config.groups().values()):
-            continue
-        for group in service.workers:
+        for group in service.workers if (needed := config.image_target) else ():
             image = str(group.box.get("image", ""))
             if target := re.search(r":[^/@]*-(cpu|cuda)(?![a-z0-9])", image):
-                what = f"engine.kind is vllm, and the image {image} is the one without it (--target {target[1]})"
-                todo = "build k8s/Dockerfile with --target vllm, and name that tag under images: in the kustomization"
+                what = f"the engine needs {needed}, and the image {image} is one without it (--target {target[1]})"
+                todo = (
+                    f"build k8s/Dockerfile with --target {needed}, and name that tag under images: in the kustomization"
+                )
                 yield f"{group.where}.image", what, todo
 
 

@@ -165,7 +165,7 @@ def test_a_fault_that_nobody_expected_names_its_request(server, lines, monkeypat
     answer = requests.delete(f"{server.url}/v1/warmkv/prefixes", headers={"x-api-key": "seen"}, timeout=PATIENCE)
     assert answer.status_code == 500
     assert answer.json()["request_id"] == answer.headers["request-id"]
-    assert counted(server, "warmkv_errors")[-1] == {"type": "api_error", "status": "500", "api": "warmkv"}
+    assert counted(server, "warmkv_errors")[-1] == {"type": "api_error", "status": "500", "api": "prefixes"}
     (line,) = [record for record in lines.records if answer.headers["request-id"] in record.getMessage()]
     assert "AttributeError" in lines.handler.format(line)
 

@@ -294,7 +294,7 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (nothing_selected, "selectors", "PodDisruptionBudget/warmkv", "no pod: none has app=warmkv, part=replicas", ""),
     (latest, "images", f"{BOX}.image", "warmkv:latest is whatever is newest", "newTag"),
     (no_tag, "images", f"{BOX}.image", "whatever is newest", "newTag"),
-    (vllm_without_it, "engine_images", f"{BOX}.image", "warmkv:0.1.0-cuda is the one without", "--target vllm"),
+    (vllm_without_it, "engine_images", f"{BOX}.image", "warmkv:0.1.0-cuda is one without", "--target vllm"),
     (no_gpu, "gpu_workers", GROUPS, "asks for 1 GPU (cluster.gpus_per_replica), and no worker group has one", "limit"),
     (idle_gpu, "gpu_workers", BOX, "replicas ask for none", "gpus_per_replica to 1"),
     (crossed_sizes, "group_sizes", f"{GROUPS}[h100]", "minReplicas, replicas and maxReplicas are 3, 2 and 2", ""),
