@@ -48,8 +48,11 @@ def meta_of(plan: EvalPlan, model: LoadedModel) -> Row:
 
 
 def fingerprint(model: LoadedModel) -> str:
-    """Hash all weights, independent of summation order: other weights under a name are another model."""
-    digest = hashlib.sha256()
+    """Hash all weights, independent of summation order, and a sample of packed ones, which are in no state dict.
+
+    Other weights under a name are another model.
+    """
+    digest = hashlib.sha256(model.weights.encode())
     for name, tensor in model.module.state_dict().items():
         integers = tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
         total = int(integers.sum(dtype=torch.int64))

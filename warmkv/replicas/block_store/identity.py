@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -11,9 +10,6 @@ import torch
 
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.replicas.loading.load import LoadedModel
-
-SAMPLES = 1024
-"""Numbers of every parameter that its fingerprint looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +33,7 @@ class Identity:
         shape, module = model.kv_shape, model.module
         name = f"{type(module).__name__} {module.config._name_or_path}".strip()
         dtype = str(model.dtype).removeprefix("torch.")
-        return cls(name, fingerprint(model), dtype, shape.layers, shape.kv_heads, shape.head_dim, block_size)
+        return cls(name, model.weights, dtype, shape.layers, shape.kv_heads, shape.head_dim, block_size)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -61,15 +57,3 @@ class Identity:
             for name in names
             if document.get(name) != getattr(self, name)
         )
-
-
-@torch.inference_mode()
-def fingerprint(model: LoadedModel) -> str:
-    """Return a hash of a sample of every parameter, spread over all of it, and of the rotation."""
-    digest = hashlib.blake2b(digest_size=16)
-    tensors = [*sorted(model.module.named_parameters()), ("rotation", model.inv_freq)]
-    for name, tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // SAMPLES)].double().cpu().numpy()
-        digest.update(f"{name} {tuple(tensor.shape)}".encode() + sample.tobytes())
-    return digest.hexdigest()

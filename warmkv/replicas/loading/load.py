@@ -21,6 +21,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.current_device import make_current
 from warmkv.replicas.loading import quantized, supported
 from warmkv.replicas.loading.adapters import check_adapter
+from warmkv.replicas.loading.fingerprint import fingerprint
 from warmkv.replicas.loading.last_layer import leave_at_drawn
 from warmkv.replicas.loading.malloc import grow_segments, keep_freed_memory
 from warmkv.replicas.loading.mapped_files import MappedFiles
@@ -54,6 +55,7 @@ class LoadedModel:
     fixed_rotation: (
         bool  # whether inv_freq stays the same at every length, in one convention, as rotating sinks on needs
     )
+    weights: str  # fingerprint (`fingerprint.py`)
     leaves_at_drawn: bool = False  # whether its last layer can be left out where nothing is drawn
     query_tile: int = 0  # queries of prompts that are attended at a time, 0: as many as there are (`PrefillState`)
 
@@ -170,6 +172,7 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     windows = tuple(layer.window for layer in traits)
     module.set_attn_implementation(ATTENTION)
     device, dtype = module.device, module.get_input_embeddings().weight.dtype
+    weights = fingerprint(module)  # before they are packed: then they are no parameters any more
     if packed and can_pack(device, dtype):
         pack_linears(module, MappedFiles.of_process().let_go)
         leave_file(module)
@@ -184,6 +187,7 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
         inv_freq=rotation(rotary).to(module.device, torch.float64),
         fixed_rotation=_can_rotate_on(text, rotary, shape.head_dim),
+        weights=weights,
         leaves_at_drawn=leave_at_drawn(module),
     )
 
