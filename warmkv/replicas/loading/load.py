@@ -52,9 +52,7 @@ class LoadedModel:
     vocabulary: int
     eos_ids: frozenset[int]
     inv_freq: torch.Tensor  # float64 [head_dim / 2] on the device; radians per position of the rotary embedding
-    fixed_rotation: (
-        bool  # whether inv_freq stays the same at every length, in one convention, as rotating sinks on needs
-    )
+    fixed_rotation: bool  # whether a cached key can be rotated to a later position by inv_freq, in every layer
     weights: str  # fingerprint (`fingerprint.py`)
     leaves_at_drawn: bool = False  # whether its last layer can be left out where nothing is drawn
     query_tile: int = 0  # queries of prompts that are attended at a time, 0: as many as there are (`PrefillState`)
@@ -166,7 +164,8 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
         raise refusal(text.model_type, supported.NOT_ROTARY)
     module.eval().requires_grad_(False)
     shape = kv_shape(module)
-    traits = layer_traits(module, shape)
+    inv_freq = rotation(rotary).to(module.device, torch.float64)
+    traits = layer_traits(module, shape, inv_freq)
     if not is_listed(module.config):
         log.warning("%s is not among the families that were compared with transformers", text.model_type)
     windows = tuple(layer.window for layer in traits)
@@ -185,8 +184,8 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
         max_context=_max_context(text, rotary, traits, is_listed(module.config)),
         vocabulary=module.get_input_embeddings().num_embeddings,
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
-        inv_freq=rotation(rotary).to(module.device, torch.float64),
-        fixed_rotation=_can_rotate_on(text, rotary, shape.head_dim),
+        inv_freq=inv_freq,
+        fixed_rotation=rotary.rope_type != "longrope" and all(layer.rotates_on for layer in traits),
         weights=weights,
         leaves_at_drawn=leave_at_drawn(module),
     )
@@ -200,19 +199,6 @@ def _max_context(text: Any, rotary: Any, traits: Sequence[LayerTraits], listed: 
     if rotary.rope_type == "longrope":  # beyond this length the rotation of all keys changes
         limits.append((getattr(text, "rope_parameters", None) or {})["original_max_position_embeddings"])
     return min(limits)
-
-
-def _can_rotate_on(text: Any, rotary: Any, head_dim: int) -> bool:
-    """Return True if a cached key can be rotated to a later position: one fixed rotation of halves, in every layer."""
-    if isinstance(rotary.rope_type, dict):  # a rotation for each layer type
-        return False
-    if rotary.rope_type == "longrope" or 2 * len(rotary.inv_freq) != head_dim:
-        return False
-    if not all(getattr(text, "no_rope_layers", None) or [True]):  # 0 marks a layer without rotation
-        return False
-    cos, _ = rotary(torch.zeros(1, device=rotary.inv_freq.device), torch.ones(1, 1, device=rotary.inv_freq.device))
-    first, second = cos.chunk(2, dim=-1)
-    return torch.equal(first, second)  # interleaved rotations repeat every frequency beside itself instead
 
 
 def token_classes(tokenizer: Any) -> TokenClasses:

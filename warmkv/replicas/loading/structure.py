@@ -16,10 +16,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.replicas.loading import supported
+from warmkv.replicas.slots.attention import rotate
 
 PROBE = "warmkv-probe"
 MOST_POSITIONS = 1 << 20
 """How far back a layer is asked what it sees, where the model's context is longer."""
+
+TOKENS = 256
+"""Of the vocabulary, among which the probe takes one."""
 
 _ATTENTION = ("full_attention", "sliding_attention", "attention", "sparse", "dense")
 _RECURRENT = ("linear", "conv", "mamba", "recurrent", "ssm", "gated_delta", "hybrid")
@@ -91,12 +95,14 @@ class LayerTraits:
     window: int  # tokens that it attends to, its own included; 0: all
     softcap: float | None
     sinks: bool  # learned logits in the softmax (gpt-oss)
+    rotates_on: bool  # a cached key can be rotated to a later position
 
 
 class _Probe:
     """Record what layers hand to the attention interface."""
 
-    def __init__(self) -> None:
+    def __init__(self, inv_freq: Tensor) -> None:
+        self.inv_freq = inv_freq
         self.calls: list[tuple[int, LayerTraits]] = []
 
 
@@ -118,10 +124,33 @@ def _record(
     if attention_mask.tokens is None:
         raise ValueError("its layers attend to something else than the newest tokens up to their own")
     traits = LayerTraits(
-        query.shape[1], key.shape[1], key.shape[3], value.shape[3], attention_mask.tokens, softcap, s_aux is not None
+        query.shape[1],
+        key.shape[1],
+        key.shape[3],
+        value.shape[3],
+        attention_mask.tokens,
+        softcap,
+        s_aux is not None,
+        _rotates_on(key, warmkv.inv_freq),
     )
     warmkv.calls.append((module.layer_idx, traits))
     return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2).contiguous(), None
+
+
+def _rotates_on(key: Tensor, inv_freq: Tensor) -> bool:
+    """Return True if the key at position 1 is the one at position 0, of the same token, rotated on in halves.
+
+    key [1, kv_heads, 2, head_dim]. Other conventions, other frequencies, layers without rotation and what is done to
+    keys after it show in single pairs of channels, so each pair is compared, up to the rounding of the type.
+    """
+    if 2 * len(inv_freq) != key.shape[3]:
+        return False
+    first, second = key[0].double().unbind(dim=1)
+    sizes, off = (
+        part.unflatten(-1, (2, -1)).square().sum(dim=(0, 1)).sqrt()
+        for part in (first, rotate(first, inv_freq) - second)
+    )
+    return bool(sizes.any()) and bool((off <= max(1e-3, 8 * torch.finfo(key.dtype).eps) * sizes).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +182,22 @@ AttentionMaskInterface.register(PROBE, _mask)
 
 
 @torch.inference_mode()
-def layer_traits(module: Any, shape: KVShape) -> list[LayerTraits]:
-    """Run two tokens through a causal LM and return what each decoder layer asks of attention.
+def layer_traits(module: Any, shape: KVShape, inv_freq: Tensor) -> list[LayerTraits]:
+    """Run a token at two positions through a causal LM and return what each decoder layer asks of attention.
 
-    Raises ValueError, with family and reason, unless every layer attends once, with KV heads as in `shape`. The
-    attention implementation is set back to what it was.
+    The probe attends to nothing, so both positions have the same hidden state in every layer. `inv_freq` [head_dim / 2]
+    is the rotation that keys are compared with. Raises ValueError, with family and reason, unless every layer attends
+    once, with KV heads as in `shape`. The attention implementation is set back to what it was.
     """
     family, before = module.config.get_text_config().model_type, module.config._attn_implementation
-    probe = _Probe()
+    probe = _Probe(inv_freq)
     module.set_attn_implementation(PROBE)
     if module.config._attn_implementation != PROBE:
         raise refusal(family, supported.OWN_ATTENTION)
     try:
-        ids = torch.zeros(1, 2, dtype=torch.long, device=module.device)
+        some = module.get_input_embeddings().weight[:TOKENS]
+        token = some.float().norm(dim=-1).argmax()  # not one for padding, whose embedding and keys are 0
+        ids = token.expand(1, 2).to(module.device)
         module(input_ids=ids, use_cache=False, logits_to_keep=1, warmkv=probe)
     except Exception as error:
         raise refusal(family, str(error).rstrip(".") or type(error).__name__) from error

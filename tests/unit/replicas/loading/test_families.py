@@ -17,6 +17,22 @@ from warmkv.replicas.loading.self_check import plain_logits
 from warmkv.replicas.loading.structure import check_config
 
 PROMPT, NEW = 43, 9
+NOT_ROTATED_ON = {
+    *("cohere", "cohere2", "cohere2_moe", "ernie4_5", "ernie4_5_moe", "helium"),  # neighbours are pairs, not halves
+    "nanochat",  # turns the other way
+    *("glm", "glm4", "glm4_moe", "gpt_neox", "persimmon", "phi"),  # a part of each head only
+    *("afmoe", "exaone4", "exaone_moe", "flint", "kolibri1"),  # layers without rotation
+    "gemma3_text",  # frequencies by layer type
+}
+
+
+def full_layer(family: str) -> Any:
+    """Return a tiny model of one layer that attends to everything."""
+    if kinds := getattr(CONFIG_MAPPING[family](), "layer_types", None):
+        return tiny_model(
+            family, num_hidden_layers=1, layer_types=["attention" if "mamba" in kinds else "full_attention"]
+        )
+    return tiny_model(family, num_hidden_layers=1, sliding_window=None)
 
 
 def drawn_from(driver: Driver, request: Any) -> torch.Tensor:
@@ -33,6 +49,7 @@ def test_a_served_family_gives_the_logits_of_transformers(family):
     module = tiny_model(family)
     ids = torch.randint(VOCABULARY, (PROMPT + NEW,), generator=torch.Generator().manual_seed(1)).tolist()
     model = prepare(module)
+    assert model.fixed_rotation == (family not in NOT_ROTATED_ON)
     prompt, new = PROMPT, NEW
     expected = plain_logits(module, ids[: prompt + new - 1], last=new)
     assert float(expected.std()) > 1e-3
@@ -44,6 +61,33 @@ def test_a_served_family_gives_the_logits_of_transformers(family):
         slack = 2e-5 * float(expected.abs().max())
         torch.testing.assert_close(drawn_from(driver, request), expected, rtol=1e-4, atol=slack)
     assert driver.started("warm").cached_tokens == 40
+
+
+@pytest.mark.parametrize("family", sorted(supported.SERVED - NOT_ROTATED_ON))
+def test_sinks_that_are_rotated_on_give_the_logits_of_the_window_alone(family):
+    """In a model of one layer, whose keys and values tell nothing of the tokens before, positions are all there is."""
+    sinks, limit = 4, 12
+    module = full_layer(family)
+    ids = torch.randint(VOCABULARY, (PROMPT + NEW,), generator=torch.Generator().manual_seed(1)).tolist()
+    request = make_request(ids[:PROMPT], new=NEW, policy=f"streaming_llm@{limit}", ignore_eos=True)
+    seen = drawn_from(Driver(prepare(module)), replace(request, resume=tuple(ids[PROMPT : PROMPT + NEW - 1])))
+    for at in range(1, NEW):
+        read = ids[:sinks] + ids[: PROMPT + at][sinks - limit :]
+        torch.testing.assert_close(seen[at], plain_logits(module, read, last=1)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+def test_keys_that_are_scaled_by_channel_after_their_rotation_are_not_rotated_on(family):
+    module = tiny_model(family)
+    for layer in module.get_decoder().layers:
+        torch.nn.init.uniform_(layer.self_attn.key_layernorm.weight, 0.5, 1.5)
+    assert not prepare(module).fixed_rotation
+
+
+def test_a_probe_of_tokens_without_an_embedding_finds_one_that_has_keys():
+    module = tiny_model("llama")
+    module.get_input_embeddings().weight.data[:5] = 0
+    assert prepare(module).fixed_rotation
 
 
 @pytest.mark.parametrize("family", sorted(supported.REFUSED.keys() & CONFIG_MAPPING.keys()))

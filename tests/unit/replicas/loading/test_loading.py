@@ -48,6 +48,8 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+ROPE = {"rope_type": "default"}
+THETAS = {"sliding_attention": 1e4, "full_attention": 5e5}
 
 
 def test_limits_and_shape_follow_from_the_model():
@@ -151,10 +153,19 @@ def test_weights_are_read_by_a_memory_map_that_goes_where_they_are_copied(
     assert plain.untyped_storage().nbytes() == plain.nbytes
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("gemma3_text", {}),
+        ("olmo3", {"rope_parameters": {kind: ROPE | {"rope_theta": theta} for kind, theta in THETAS.items()}}),
+        ("granite_swa", {"layer_rope_theta": [1e4, 0, 1e4]}),
+        ("smollm3", {"no_rope_layers": [1, 1, 0]}),
+    ],
+    ids=["gemma3_text", "olmo3", "granite_swa", "smollm3"],
+)
 @pytest.mark.parametrize("policy", ["streaming_llm@10", "expected_attention@10:window=4"])
-def test_methods_that_turn_keys_are_refused_where_layers_rotate_differently(family, policy):
-    driver = Driver(prepare(tiny_model(family)))
+def test_methods_that_turn_keys_are_refused_where_layers_rotate_differently(family, changed, policy):
+    driver = Driver(prepare(tiny_model(family, **changed)))
     with pytest.raises(UnservableRequestError, match=policy.partition("@")[0]):
         driver.submit(make_request([1, 2, 3, *range(20)], new=20, policy=policy))
     driver.run(make_request([1, 2, 3, *range(20)], new=20, policy="snapkv@10:window=4"))
