@@ -147,7 +147,7 @@ def _rotates_on(key: Tensor, inv_freq: Tensor) -> bool:
         return False
     first, second = key[0].double().unbind(dim=1)
     sizes, off = (
-        part.unflatten(-1, (2, -1)).square().sum(dim=(0, 1)).sqrt()
+        part.reshape(len(part), 2, -1).square().sum(dim=(0, 1)).sqrt()
         for part in (first, rotate(first, inv_freq) - second)
     )
     return bool(sizes.any()) and bool((off <= max(1e-3, 8 * torch.finfo(key.dtype).eps) * sizes).all())
