@@ -43,7 +43,7 @@ def load(settings: Config, check: Callable[[int], object]) -> tuple[LoadedModel,
         errors.print("other work runs on this machine", style="yellow", end="")
         errors.print(f" (load {found['load']} on {found['cores']} cores): figures will be worse than it can do")
     try:
-        check(context_limit(settings, load_max_context(settings.model)))
+        check(context_limit(settings, load_max_context(settings.model, "warmkv")))
         model = load_model(settings.model)
     except MeasureError:
         raise

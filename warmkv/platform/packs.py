@@ -102,7 +102,7 @@ def prefixes(tokenizer: Any, system: Source | None, documents: Sequence[Source])
 
 def _check_lengths(found: Sequence[Prefix], config: Config) -> None:
     """Raise PackError for a prefix that no breakpoint marks, or behind which no question fits."""
-    most, least = config.engine.max_context or load_max_context(config.model), config.prefix_cache.min_tokens
+    most, least = config.engine.max_context or load_max_context(config.model, "warmkv"), config.prefix_cache.min_tokens
     for prefix in found:
         if len(prefix.tokens) < least:
             raise PackError(

@@ -6,8 +6,17 @@ policy selects inside the window, and entries that have left it are masked out b
 
 from __future__ import annotations
 
+from typing import Any
+
 from warmkv.policies import budgets
 from warmkv.policy_spec import PolicySpec
+
+
+def configured_windows(text: Any) -> tuple[int, ...]:
+    """Return the window of every layer by a model's configuration, 0: none; () if no layer has one."""
+    window, kinds = getattr(text, "sliding_window", None) or 0, getattr(text, "layer_types", None)
+    kinds = kinds or ["sliding_attention"] * text.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()
 
 
 def slides(window: int, prompt_tokens: int, new_tokens: int) -> bool:

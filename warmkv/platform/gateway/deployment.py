@@ -32,7 +32,7 @@ from warmkv.prefixes.misses import Told
 from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.background import Background
 from warmkv.replicas.links import ray_tls
-from warmkv.replicas.loading.tokenizer import load_max_context, load_tokenizer, without_torch
+from warmkv.replicas.loading.tokenizer import load_tokenizer, served_context, without_torch
 
 log = logging.getLogger("ray.serve")
 
@@ -94,7 +94,7 @@ class Gateway:
         self._background.start("asking replicas to connect", self._members.ask())
         with without_torch():
             self._tokenizer = load_tokenizer(config.model)
-            self._max_context = config.engine.max_context or load_max_context(config.model)
+            self._max_context = served_context(config)
         logs.forward("ray.serve")
         dropped = partial(recorder.add, telemetry.DROPPED_LINES, log="access")
         access_log, self._log = config.gateway.access_log, None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from warmkv.policies.compression.hook import ATTENTION
 from warmkv.policies.compression.prefill_state import PrefillState, TokenClasses
+from warmkv.policies.sliding import configured_windows
 from warmkv.policies.slot_sizes import KVShape
 from warmkv.policy_spec import PolicySpec
 
@@ -27,13 +28,6 @@ def kv_shape(model: Any) -> KVShape:
         dtype_bytes=model.get_input_embeddings().weight.dtype.itemsize,
         q_heads=text.num_attention_heads,
     )
-
-
-def configured_windows(text: Any) -> tuple[int, ...]:
-    """Return the window of every layer by a model's configuration, 0: none; () if no layer has one."""
-    window, kinds = getattr(text, "sliding_window", None) or 0, getattr(text, "layer_types", None)
-    kinds = kinds or ["sliding_attention"] * text.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()
 
 
 def rotation(rotary: Any) -> Tensor:

@@ -21,13 +21,13 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.current_device import make_current
 from warmkv.replicas.loading import quantized, supported
 from warmkv.replicas.loading.adapters import check_adapter
+from warmkv.replicas.loading.context import computed_context
 from warmkv.replicas.loading.fingerprint import fingerprint
 from warmkv.replicas.loading.last_layer import leave_at_drawn
 from warmkv.replicas.loading.malloc import grow_segments, keep_freed_memory
 from warmkv.replicas.loading.mapped_files import MappedFiles
 from warmkv.replicas.loading.packed_weights import can_pack, leave_file, pack_linears, packed_bytes
 from warmkv.replicas.loading.structure import (
-    LayerTraits,
     check_config,
     is_listed,
     layer_traits,
@@ -166,9 +166,11 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     shape = kv_shape(module)
     inv_freq = rotation(rotary).to(module.device, torch.float64)
     traits = layer_traits(module, shape, inv_freq)
+    windows, max_context = tuple(layer.window for layer in traits), computed_context(text)
     if not is_listed(module.config):
         log.warning("%s is not among the families that were compared with transformers", text.model_type)
-    windows = tuple(layer.window for layer in traits)
+        if any(0 < window < max_context for window in windows):
+            raise refusal(text.model_type, "its layers have windows, of which its configuration does not tell")
     module.set_attn_implementation(ATTENTION)
     device, dtype = module.device, module.get_input_embeddings().weight.dtype
     weights = fingerprint(module)  # before they are packed: then they are no parameters any more
@@ -181,7 +183,7 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
         device=device,
         dtype=dtype,
         kv_shape=replace(shape, windows=windows if any(windows) else ()),
-        max_context=_max_context(text, rotary, traits, is_listed(module.config)),
+        max_context=max_context,
         vocabulary=module.get_input_embeddings().num_embeddings,
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
         inv_freq=inv_freq,
@@ -189,16 +191,6 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
         weights=weights,
         leaves_at_drawn=leave_at_drawn(module),
     )
-
-
-def _max_context(text: Any, rotary: Any, traits: Sequence[LayerTraits], listed: bool) -> int:
-    """Return tokens up to which the model computes what warmkv computes."""
-    limits: list[int] = [text.max_position_embeddings]
-    if not listed:  # nobody has compared its windows: within one a sliding layer attends to everything
-        limits += [layer.window for layer in traits if layer.window]
-    if rotary.rope_type == "longrope":  # beyond this length the rotation of all keys changes
-        limits.append((getattr(text, "rope_parameters", None) or {})["original_max_position_embeddings"])
-    return min(limits)
 
 
 def token_classes(tokenizer: Any) -> TokenClasses:

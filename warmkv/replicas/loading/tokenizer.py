@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from warmkv.config import ModelConfig
+from warmkv.config import Config, ModelConfig
+from warmkv.config.engine import EngineKind
 from warmkv.models import tiny
+from warmkv.replicas.loading.context import computed_context
 
 
 @contextmanager
@@ -46,10 +48,16 @@ def decoder(tokenizer: Any) -> Any:
     return getattr(tokenizer, "backend_tokenizer", None) or tokenizer
 
 
-def load_max_context(config: ModelConfig) -> int:
-    """Read the model's maximum context from its configuration alone; an upper bound."""
+def load_max_context(config: ModelConfig, kind: EngineKind = "vllm") -> int:
+    """Read the model's maximum context, as an engine of a kind serves it, from its configuration alone."""
     from transformers import AutoConfig
 
     text = AutoConfig.from_pretrained(model_path(config), revision=config.revision).get_text_config()
-    limit: int = text.max_position_embeddings
+    limit: int = computed_context(text) if kind == "warmkv" else text.max_position_embeddings
     return limit
+
+
+def served_context(config: Config) -> int:
+    """Return tokens that replicas of every group take: a request may get to any of them."""
+    engines = [group.engine for group in config.groups().values()]
+    return min(engine.max_context or load_max_context(config.model, engine.kind) for engine in engines)

@@ -31,9 +31,10 @@ from warmkv.platform.local import check_model
 from warmkv.policies.compression.observe import compute_prompt
 from warmkv.policies.compression.scoring import window_votes
 from warmkv.policy_spec import PolicySpec
-from warmkv.replicas.loading import packed_weights, supported
+from warmkv.replicas.loading import context, packed_weights, supported
 from warmkv.replicas.loading.load import fetch, load_model, prepare, resolve_dtype
 from warmkv.replicas.loading.packed_weights import LEAST_WEIGHTS, can_pack, pack_linears, packed_bytes
+from warmkv.replicas.loading.tokenizer import load_max_context
 from warmkv.replicas.protocol import UnservableRequestError
 
 SHAPE: dict[str, Any] = {
@@ -172,11 +173,26 @@ def test_methods_that_turn_keys_are_refused_where_layers_rotate_differently(fami
     driver.finished("request")
 
 
-def test_a_family_that_nobody_compared_is_served_within_its_window(monkeypatch):
-    listed = prepare(tiny_model("cohere2"))
-    assert listed.max_context == CONTEXT
+def contexts(folder: Path, module: Any) -> tuple[int, int]:
+    """Return the context of a model that a replica serves, and the one that its folder's configuration tells."""
+    module.config.save_pretrained(folder)
+    return prepare(module).max_context, load_max_context(ModelConfig(path=str(folder)), "warmkv")
+
+
+def test_a_family_that_nobody_compared_is_served_within_its_window(tmp_path, monkeypatch):
+    assert contexts(tmp_path, tiny_model("cohere2")) == (CONTEXT, CONTEXT)
     monkeypatch.setattr(supported, "SERVED", frozenset())
-    assert prepare(tiny_model("cohere2")).max_context == WINDOW
+    assert contexts(tmp_path, tiny_model("cohere2")) == (WINDOW, WINDOW)
+    assert contexts(tmp_path, tiny_model("llama")) == (CONTEXT, CONTEXT)
+    monkeypatch.setattr(context, "configured_windows", lambda text: ())
+    with pytest.raises(ValueError, match="cohere2 cannot be served: its layers have windows"):
+        prepare(tiny_model("cohere2"))
+
+
+def test_a_rotation_that_changes_at_a_length_is_served_within_it(tmp_path):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    assert contexts(tmp_path, tiny_model("phi3", original_max_position_embeddings=64, rope_parameters=rope)) == (64, 64)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
