@@ -175,10 +175,15 @@ def sizes_of(model: LoadedModel) -> ModelSizes:
     """Read the sizes of a loaded model."""
     text = model.module.config.get_text_config()
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    experts = getattr(text, "num_experts_per_tok", None) or 1
+    experts = _most(getattr(text, "num_experts_per_tok", None)) or 1
     if experts > 1:
-        width = max(width, experts * (getattr(text, "moe_intermediate_size", None) or width))
+        width = max(width, experts * (_most(getattr(text, "moe_intermediate_size", None)) or width))
     return ModelSizes(model.weight_bytes(), model.kv_shape, text.hidden_size, width, model.vocabulary)
+
+
+def _most(figure: int | list[int] | None) -> int | None:
+    """Return a figure of a model's layers, which Hunyuan tells layer by layer: the largest."""
+    return max(figure) if isinstance(figure, list) else figure
 
 
 def stored_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int | None:

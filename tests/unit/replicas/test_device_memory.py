@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.unit.replicas.conftest import Driver, make_request
+from tests.unit.replicas.families import tiny_model
 from warmkv.config import EngineConfig, PrefixCacheConfig, load
 from warmkv.policies import compression
 from warmkv.policies.memory_plan import DeviceMemory, MemoryPlanError, ModelSizes, plan
@@ -16,6 +17,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.replicas import device_memory
 from warmkv.replicas.device_memory import Peak, group_limits, host_memory, share_of
 from warmkv.replicas.engine.scheduler import Scheduler, Sequence
+from warmkv.replicas.loading.load import prepare
 from warmkv.replicas.protocol import UnservableRequestError
 from warmkv.replicas.slots.slots import SlotPool
 
@@ -207,3 +209,8 @@ def test_a_device_that_is_not_there_is_told(name, says, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(device_memory.DeviceError, match=says):
         device_memory.check_device(name)
+
+
+def test_experts_that_are_told_layer_by_layer_count_as_those_of_the_widest_layer():
+    model = prepare(tiny_model("hunyuan_v1_moe", num_experts_per_tok=[2, 3, 1], moe_intermediate_size=[48, 48, 40]))
+    assert device_memory.sizes_of(model).intermediate == 3 * 48

@@ -163,6 +163,8 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     if not any(name.endswith("inv_freq") for name, _ in (rotary.named_buffers() if rotary is not None else ())):
         raise refusal(text.model_type, supported.NOT_ROTARY)
     module.eval().requires_grad_(False)
+    if rotary.rope_type == "dynamic":  # scales beyond max_position_embeddings only, and reads the length at every step
+        rotary.rope_type = "default"
     shape = kv_shape(module)
     inv_freq = rotation(rotary).to(module.device, torch.float64)
     traits = layer_traits(module, shape, inv_freq)

@@ -73,15 +73,7 @@ def _reason(config: Any, text: Any) -> str | None:
         "all",
     ):
         return supported.NOT_CAUSAL
-    if "dynamic" in _rope_types(getattr(text, "rope_parameters", None) or {}):
-        return "its rotary scaling is dynamic: keys of a prefix would depend on the length of what follows"
     return None
-
-
-def _rope_types(parameters: dict[str, Any]) -> set[str]:
-    """Return the rope types of a configuration, in which layer types may have parameters of their own."""
-    nested = [part for part in parameters.values() if isinstance(part, dict)]
-    return {part["rope_type"] for part in (nested or [parameters]) if part.get("rope_type")}
 
 
 @dataclass(frozen=True, slots=True)

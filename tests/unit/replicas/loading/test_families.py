@@ -44,9 +44,17 @@ def drawn_from(driver: Driver, request: Any) -> torch.Tensor:
     return torch.stack(seen)
 
 
-@pytest.mark.parametrize("family", sorted(supported.SERVED))
-def test_a_served_family_gives_the_logits_of_transformers(family):
-    module = tiny_model(family)
+ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1}
+PUBLISHED: list[tuple[str, dict[str, Any]]] = [  # what checkpoints say and the families' defaults do not
+    ("hunyuan_v1_dense", {"rope_scaling": ALPHA}),
+    ("hunyuan_v1_moe", {"rope_scaling": ALPHA, "num_experts_per_tok": [2, 1, 2], "moe_intermediate_size": [48] * 3}),
+    ("internlm3", {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}, "max_position_embeddings": PROMPT + NEW}),
+]
+
+
+@pytest.mark.parametrize(("family", "changed"), [*((family, {}) for family in sorted(supported.SERVED)), *PUBLISHED])
+def test_a_served_family_gives_the_logits_of_transformers(family, changed):
+    module = tiny_model(family, **changed)
     ids = torch.randint(VOCABULARY, (PROMPT + NEW,), generator=torch.Generator().manual_seed(1)).tolist()
     model = prepare(module)
     assert model.fixed_rotation == (family not in NOT_ROTATED_ON)

@@ -73,14 +73,8 @@ def test_dtype_follows_from_the_device():
     [
         (lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1)), "rotary"),
         (lambda: FalconForCausalLM(FalconConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)), "."),
-        (
-            lambda: LlamaForCausalLM(
-                LlamaConfig(**SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-            ),
-            "dynamic",
-        ),
     ],
-    ids=["no rotation", "own attention", "rotation that changes with length"],
+    ids=["no rotation", "own attention"],
 )
 def test_models_that_would_be_computed_wrongly_are_refused(make, reason):
     with pytest.raises(ValueError, match=reason):
