@@ -30,7 +30,7 @@ def bench_document(
             "max_context": model.max_context,
             "device": str(model.device),
             "dtype": str(model.dtype).removeprefix("torch."),
-            "weights_bytes": weights_bytes(model),
+            "weights_bytes": model.weight_bytes(),
         },
         "settings": {**asdict(plan), "policies": list(plan.specs()), "engine": config.engine.model_dump(mode="json")},
         "prefill": [asdict(row) for row in bench.prefill],
@@ -51,12 +51,6 @@ def profile_document(
         policies=profiling.fits(measured, plan.specs()),
         measurements=tuple(measured),
     )
-
-
-def weights_bytes(model: LoadedModel) -> int:
-    """Return bytes of all parameters and buffers, those that share memory once."""
-    tensors = [*model.module.parameters(), *model.module.buffers()]
-    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 def _model(config: Config, model: LoadedModel) -> ProfiledModel:

@@ -5,11 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tests.unit.simulator.conversations import record
 from warmkv.cli import app
 from warmkv.measuring.plan import BenchPlan
+from warmkv.replicas.loading import packed_weights
 
 CELLS = ("--policies", "full,snapkv@32", "--lengths", "64,96", "--batches", "1,2")
 SMALL = (*CELLS, "--new-tokens", "8", "--repeats", "1")
@@ -42,7 +44,8 @@ def test_help_has_examples_and_needs_no_torch():
         assert done.stdout.endswith("[]\n")
 
 
-def test_a_bench_prints_json_alone(folder):
+def test_a_bench_prints_json_alone(folder, monkeypatch):
+    monkeypatch.setattr(packed_weights, "LEAST_WEIGHTS", 1)
     result = call("bench", "--model", folder, *SMALL, "--json", "-", "--no-prefill")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -50,7 +53,8 @@ def test_a_bench_prints_json_alone(folder):
     assert document["machine"].keys() >= {"cpu", "cores", "memory_bytes", "threads", "gpu", "load", "system"}
     assert document["versions"].keys() >= {"python", "torch", "transformers", "warmkv"}
     assert document["model"]["name"] == "random"
-    assert document["model"]["weights_bytes"] > 0
+    weights = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert weights <= document["model"]["weights_bytes"] < 1.01 * weights  # and its buffers
     assert document["settings"]["policies"] == ["full", "snapkv@32"]
     assert document["settings"]["engine"]["step_tokens"] == "auto"
     assert document["prefill"] == []
