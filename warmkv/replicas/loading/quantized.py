@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from warmkv.replicas.loading.packed_integers import FORMATS, dense_weights
+from warmkv.replicas.loading.structure import refusal
 
 log = logging.getLogger(__name__)
 
@@ -18,8 +19,9 @@ def settle(config: Any, device: torch.device) -> bool:
     """Decide how a checkpoint's quantised weights are loaded, in its `config`; return True if warmkv dequantises them.
 
     Nothing happens to one whose weights are not quantised. Raises ValueError, with the method's name, for weights that
-    cannot be loaded here; vLLM may serve these.
+    cannot be loaded here; vLLM may serve these. Raises it with the family's for one that has no causal LM.
     """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.quantizers import AutoHfQuantizer
 
     quantised = getattr(config, "quantization_config", None)
@@ -28,6 +30,8 @@ def settle(config: Any, device: torch.device) -> bool:
     known = quantised if isinstance(quantised, dict) else quantised.to_dict()
     method = str(known.get("quant_method"))
     if _layout(known) in FORMATS.get(method, ()) and not (device.type == "cuda" and find_spec("gptqmodel")):
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise refusal(config.model_type, "transformers has no causal language model for it")
         log.warning("weights quantised by %s are dequantised: they take the memory of model.dtype", method)
         return True
     if method == "compressed-tensors":

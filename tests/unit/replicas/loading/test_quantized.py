@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2_5_VLConfig
 from transformers.quantizers import quantizer_compressed_tensors, quantizer_finegrained_fp8
 
 from tests.unit.replicas.conftest import Driver, make_request
@@ -234,6 +234,16 @@ def test_weights_that_cannot_be_loaded_here_are_refused_by_name(tmp_path: Path, 
     config.save_pretrained(tmp_path)
     method = settings["quant_method"]
     with pytest.raises(ValueError, match=rf"quantised by {method} cannot be loaded here: .* \(engine.kind: vllm\)"):
+        load_model(ModelConfig(path=str(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_family_without_a_causal_model_is_refused_by_name(tmp_path: Path, method: str) -> None:
+    save_quantised(tmp_path, *METHODS[method])
+    config = Qwen2_5_VLConfig()
+    config.quantization_config = METHODS[method][1]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="family qwen2_5_vl cannot be served"):
         load_model(ModelConfig(path=str(tmp_path), device="cpu"))
 
 
