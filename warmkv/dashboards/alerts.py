@@ -289,7 +289,7 @@ ALERTS = (
         "5m",
         f"max by ({BY_CLUSTER}) ({t.LIVE_CONFIG_VERSION.exported}) "
         f"- min by ({BY_CLUSTER}) ({t.LIVE_CONFIG_VERSION.exported}) > 0 "
-        f"or max by (application) ({t.LIVE_CONFIG_REFUSED.exported}) > 0",
+        f"or max by ({BY_CLUSTER}) ({t.LIVE_CONFIG_REFUSED.exported}) > 0",
         "Gateways do not go by the last live configuration",
         "A gateway of {{ $labels.application }} has not heard of the last version of the live configuration, or "
         "refuses it.",

@@ -25,6 +25,9 @@ END_SECONDS = 10.0
 CONNECTION_SECONDS = 60.0
 """Age of a client's connection from which on an answer ends it: a new one goes to the new cluster of an upgrade."""
 
+IDLE_SECONDS = 120.0
+"""Time after which an idle connection is closed by both servers: above Ray's `DEFAULT_UVICORN_KEEP_ALIVE_TIMEOUT_S`."""
+
 PAUSE_SECONDS = 0.5
 OF_SERVE = ("SERVE_REPLICA::", "SERVE_PROXY_ACTOR")  # what the names of its actors begin with
 
@@ -39,11 +42,12 @@ def seconds_to_drain(config: Config) -> float:
 
 
 def seconds_after_upgrade(config: Config) -> int:
-    """Return the time in which clients leave the old cluster of an upgrade, whose answers all end with it.
+    """Return the seconds for which the old cluster of an upgrade must stay for its answers to end.
 
-    Requests still come over connections as old as `CONNECTION_SECONDS`, and may take all the time that they have.
+    The last request over a connection comes before it is old, or after a pause then, and may take all its time. Longer
+    is needed only by what follows an answer of minutes on the same connection.
     """
-    return math.ceil(CONNECTION_SECONDS + config.gateway.request_timeout_seconds)
+    return math.ceil(CONNECTION_SECONDS + IDLE_SECONDS + config.gateway.request_timeout_seconds)
 
 
 def drain_node(seconds: float) -> list[str]:

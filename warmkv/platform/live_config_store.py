@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from socket import gethostname
 from typing import Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -44,7 +45,9 @@ class FolderStore:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        beside = self._path / f".{name}.new"
+        beside = (
+            self._path / f".{name}.{gethostname()}.{os.getpid()}.new"
+        )  # two clusters of an upgrade may share the folder
         with beside.open("wb") as file:
             file.write(data)
             file.flush()

@@ -173,6 +173,7 @@ def test_an_overlay_for_vllm_has_its_image_and_shared_memory(model: Path, tmp_pa
     (worker,) = service.workers
     assert worker.box["image"] == f"warmkv:{__version__}-vllm"
     assert worker.volume({"name": "shm"}) == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+    assert worker.limit("memory") > 16 << 30  # which counts it
     findings = json.loads(call("k8s", "check", out, "--json").stdout)["findings"]
     assert {finding["level"] for finding in findings} == {"note"}
 

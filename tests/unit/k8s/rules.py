@@ -10,7 +10,7 @@ from typing import Any
 from tests.unit.k8s.manifests import Manifests, Object, amount
 from tests.unit.k8s.network_rules import a_gateway_is_let_through, traffic_is_listed
 from warmkv.platform.document import NOT_ON_THE_HEAD
-from warmkv.platform.drain import CONNECTION_SECONDS, seconds_to_drain
+from warmkv.platform.drain import CONNECTION_SECONDS, IDLE_SECONDS, seconds_to_drain
 from warmkv.platform.tenants import SALT_ENV
 from warmkv.policies.memory_plan import NODE_BYTES, PROCESS_BYTES
 
@@ -236,7 +236,7 @@ def drains_before_it_ends(manifests: Manifests) -> Iterator[str]:
         grace = spec.get("terminationGracePeriodSeconds", 30)
         if grace < needed:
             yield f"{group['groupName']} is killed after {grace} s, while it may drain for {needed:g}"
-    longest = CONNECTION_SECONDS + manifests.config.gateway.request_timeout_seconds
+    longest = CONNECTION_SECONDS + IDLE_SECONDS + manifests.config.gateway.request_timeout_seconds
     if manifests.service["spec"].get("rayClusterDeletionDelaySeconds", 60) < longest:
         yield "after an upgrade the old cluster goes before its streams have ended"
 

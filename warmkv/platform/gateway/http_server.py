@@ -25,16 +25,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warmkv.config import Config
-from warmkv.platform.drain import CONNECTION_SECONDS
+from warmkv.platform.drain import CONNECTION_SECONDS, IDLE_SECONDS
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 120.0
-"""Time after which an idle connection is closed by both servers: above Ray's `DEFAULT_UVICORN_KEEP_ALIVE_TIMEOUT_S`."""
-
 
 class ConnectionAges:
-    """ASGI application: another one, whose answer ends its client's connection once that is old.
+    """ASGI middleware: end a client's connection with its answer once it is older than `CONNECTION_SECONDS`.
 
     A Service that leads to other pods moves no connection that is there, and a busy client never gives its own up.
     """
@@ -51,19 +48,22 @@ class ConnectionAges:
         if scope["type"] != "http" or not scope.get("client"):
             await self._app(scope, receive, send)
             return
-        client, now = tuple(scope["client"]), self._clock()
-        is_old = now - self._opened.setdefault(client, now) >= CONNECTION_SECONDS
+        client, ends = tuple(scope["client"]), False
+        opened = self._opened.setdefault(client, self._clock())
         self._idle.pop(client, None)
 
         async def sent(message: Message) -> None:
-            if is_old and message["type"] == "http.response.start":
+            nonlocal ends
+            # A refusal may come before the body has been read: who still sends that would lose it with the connection.
+            answers = message["type"] == "http.response.start" and message["status"] < 400
+            if answers and (ends := self._clock() - opened >= CONNECTION_SECONDS):
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
         try:
             await self._app(scope, receive, sent)
         finally:
-            if is_old:  # the next one from this address is new
+            if ends:  # the next one from this address is new
                 self._opened.pop(client, None)
             else:
                 self._idle[client] = self._clock()

@@ -27,8 +27,10 @@ CPUS = 4
 """Of a worker pod for each replica: its engine, and what tokenizes beside it."""
 OF_PODS = (("simulator", "gpu"), ("cluster", "gpus_per_replica"))
 """Settings of groups of replicas that would need worker pods of another kind."""
-SHM = (3, "16Gi")
-"""The base's volume for /dev/shm, and its size with vLLM: NCCL's buffers, and the queues between its processes."""
+SHM_VOLUME = 3
+"""Place of /dev/shm among the volumes of the base's worker pods."""
+SHM_BYTES = 16 << 30
+"""Its size with vLLM: NCCL's buffers, and the queues between its processes."""
 
 
 def refusal(config: Config) -> str:
@@ -98,6 +100,7 @@ def _workers(config: Config, shape: ModelShape) -> list[dict[str, Any]]:
     groups = config.groups().values()
     cpus = max(group.cluster.cpus_per_replica for group in groups)
     memory = max(pod_memory(group, shape, on_a_pod, True) for group in groups)
+    memory += SHM_BYTES if config.image_target else 0
     resources = {
         "cpu": str(max(CPUS, round(CPUS * on_a_pod * max(1.0, cpus)))),
         "memory": f"{memory >> 30}Gi",
@@ -116,8 +119,7 @@ def _workers(config: Config, shape: ModelShape) -> list[dict[str, Any]]:
         changes[f"{GROUP}/template/spec/nodeSelector"] = {GPU_PRODUCT: product}
     patch = [{"op": "add", "path": path, "value": value} for path, value in changes.items()]
     if config.image_target:
-        number, size = SHM
-        volume = f"{GROUP}/template/spec/volumes/{number}"
+        volume = f"{GROUP}/template/spec/volumes/{SHM_VOLUME}"
         patch.append({"op": "test", "path": f"{volume}/name", "value": "shm"})
-        patch.append({"op": "replace", "path": f"{volume}/emptyDir/sizeLimit", "value": size})
+        patch.append({"op": "replace", "path": f"{volume}/emptyDir/sizeLimit", "value": f"{SHM_BYTES >> 30}Gi"})
     return patch

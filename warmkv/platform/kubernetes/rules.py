@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from warmkv.config import ClusterConfig, Config, ConfigError, place_in
 from warmkv.gpus import CATALOGUE, Gpu
-from warmkv.platform.drain import CONNECTION_SECONDS, END_SECONDS, seconds_after_upgrade, seconds_to_drain
+from warmkv.platform.drain import CONNECTION_SECONDS, END_SECONDS, IDLE_SECONDS, seconds_after_upgrade, seconds_to_drain
 from warmkv.platform.kubernetes import fields, memory, packing
 from warmkv.platform.kubernetes.file_rules import disk_tier, whole_gib
 from warmkv.platform.kubernetes.findings import Rule, RuleFinding, Told
@@ -173,7 +173,8 @@ def engine_images(rendered: RenderedManifests) -> Told:
     for service, config in rendered.configured:
         for group in service.workers if (needed := config.image_target) else ():
             image = str(group.box.get("image", ""))
-            if target := re.search(r":[^/@]*-(cpu|cuda)(?![a-z0-9])", image):
+            target = re.search(r":[^/@]*-(cpu|cuda)(?![a-z0-9])", image)
+            if target and needed not in target.string[target.start() :]:
                 what = f"the engine needs {needed}, and the image {image} is one without it (--target {target[1]})"
                 todo = (
                     f"build k8s/Dockerfile with --target {needed}, and name that tag under images: in the kustomization"
@@ -330,7 +331,7 @@ def grace_periods(rendered: RenderedManifests) -> Told:
             yield (
                 f"{service.where}: spec.rayClusterDeletionDelaySeconds",
                 f"an upgrade deletes the old cluster after {delay} s, and cuts off what it still answers: clients keep "
-                f"connections for {CONNECTION_SECONDS:g} s, and an answer may take "
+                f"connections for {CONNECTION_SECONDS + IDLE_SECONDS:g} s, and an answer may take "
                 f"{config.gateway.request_timeout_seconds:g} (gateway.request_timeout_seconds)",
                 f"set it to {needed} or more",
             )

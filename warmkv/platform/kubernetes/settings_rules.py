@@ -334,7 +334,7 @@ def _pod_counts(rendered: RenderedManifests) -> Iterator[tuple[int | None, Mappi
     for service in rendered.services:
         for group in service.groups:
             kind, name = ("head", "headgroup") if group.head else ("worker", group.name)
-            yield group.least_pods, {**group.pods.labels, NODE_TYPE: kind, GROUP: name}
+            yield group.least_pods or None, {**group.pods.labels, NODE_TYPE: kind, GROUP: name}
     for one in rendered.objects:
         spec, template = mapping(one.get("spec")), one
         count: int | None = 1

@@ -14,8 +14,8 @@ from starlette.responses import PlainTextResponse
 
 from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Gateway, until
-from warmkv.platform.drain import CONNECTION_SECONDS
-from warmkv.platform.gateway.http_server import IDLE_SECONDS, ConnectionAges, HttpServer, Paths, own_address
+from warmkv.platform.drain import CONNECTION_SECONDS, IDLE_SECONDS
+from warmkv.platform.gateway.http_server import ConnectionAges, HttpServer, Paths, own_address
 from warmkv.platform.local import free_port
 from warmkv.platform.tenants import hash_key
 
@@ -36,7 +36,9 @@ class App:
         except asyncio.CancelledError:
             self.left += 1
             raise
-        await PlainTextResponse(f"{self.name} {scope['path']} below {scope['root_path']}")(scope, receive, send)
+        status = 404 if scope["path"] == "/missing" else 200
+        text = f"{self.name} {scope['path']} below {scope['root_path']}"
+        await PlainTextResponse(text, status)(scope, receive, send)
 
 
 def server(app: Any, port: int, *, shared: bool = False) -> HttpServer:
@@ -226,8 +228,8 @@ def test_an_answer_ends_a_connection_that_is_old():
         await own.follow({"ours": "/"})
         reader, writer = await asyncio.open_connection(HOST, port)
 
-        async def closes() -> bool:
-            writer.write(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+        async def closes(path: str = "/") -> bool:
+            writer.write(f"GET {path} HTTP/1.1\r\nhost: test\r\n\r\n".encode())
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
             return b"connection: close" in head
@@ -236,6 +238,7 @@ def test_an_answer_ends_a_connection_that_is_old():
         now[0] = CONNECTION_SECONDS - 1
         assert not await closes()
         now[0] = CONNECTION_SECONDS + IDLE_SECONDS - 2  # an answer later, or a pause
+        assert not await closes("/missing")  # a refusal may come before the body has been read
         assert await closes()
         assert await reader.read() == b""
         assert len(ages) == 0

@@ -49,7 +49,7 @@ apiVersion: ray.io/v1
 kind: RayService
 metadata: {name: warmkv, namespace: warmkv}
 spec:
-  rayClusterDeletionDelaySeconds: 660
+  rayClusterDeletionDelaySeconds: 780
   serveConfigV2: ""
   rayClusterConfig:
     rayVersion: 2.60.0

@@ -330,8 +330,8 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     (killed_early, "grace_periods", f"{POD}.termination", "killed after 90 s, and may take 112", "112"),
     (killed_while_others_start, "grace_periods", f"{POD}.termination", "60 s, and may take 80", "80"),
     (killed_while_ray_ends, "grace_periods", f"{POD}.termination", "839 s, and may take 840", "set it to 840 or more"),
-    (deleted_early, "grace_periods", "spec.rayClusterDeletionDelay", "after 600 s, and cuts off what", "to 660"),
-    (deleted_during_long_answers, "grace_periods", "spec.rayClusterDeletionDelay", "an answer may take 900", "to 960"),
+    (deleted_early, "grace_periods", "spec.rayClusterDeletionDelay", "after 600 s, and cuts off what", "to 780"),
+    (deleted_during_long_answers, "grace_periods", "spec.rayClusterDeletionDelay", "an answer may take 900", "to 1080"),
     (killed_by_default, "grace_periods", f"{POD}.termination", "killed after 30 s, and may take 80", "80"),
     (no_tenants, "tenants", "gateway", "no tenants are configured", "tenants_file"),
     (everybody, "tenants", "gateway.allow_open", "every key is accepted", "tenants_file"),
@@ -369,7 +369,9 @@ def test_every_rule_is_broken_once() -> None:
     assert {rule.__name__ for rule in RULES if rule not in SETTINGS_RULES} == {case[1] for case in BROKEN}
 
 
-@pytest.mark.parametrize("tag", ["0.1.0-vllm", "0.1.0", "0.1.0-cudagraphs", "0.1.0@sha256:" + "0" * 64])
+@pytest.mark.parametrize(
+    "tag", ["0.1.0-vllm", "0.1.0-cuda-vllm", "0.1.0", "0.1.0-cudagraphs", "0.1.0@sha256:" + "0" * 64]
+)
 def test_other_images_may_have_vllm(tag: str) -> None:
     overlay = Overlay()
     vllm(overlay, f"team-cuda/warmkv:{tag}")
