@@ -131,6 +131,11 @@ class ModelShape(BaseModel):
         """Return the parameters of all layers that a token is multiplied with."""
         return self._weights(self.experts_per_token)
 
+    @property
+    def dequantised(self) -> ModelShape:
+        """Return the model with all layers in its dtype."""
+        return self.model_copy(update={"weight_bits": None})
+
     def layer_bytes(self, dtype_bytes: int | None = None) -> int:
         """Return the bytes of all layers: in the dtype, or as they are quantised."""
         return int(self.layer_weights * (self.weight_bits or 8 * (dtype_bytes or self.dtype_bytes)) / 8)
@@ -166,6 +171,12 @@ def vocabulary(source: Source) -> int:
     return found
 
 
+def dtype_bytes(source: Source) -> int:
+    """Return what a number of a model's weights takes as they are stored. Raises ModelShapeError."""
+    found: int = _taken(source, lambda config: {"dtype_bytes": _dtype_bytes(config)})["dtype_bytes"]
+    return found
+
+
 def _taken(source: Source, take: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     if isinstance(source, Path):
         file: Path | str = source / "config.json" if source.is_dir() else source
@@ -195,9 +206,6 @@ def _text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kv(config: Mapping[str, Any]) -> dict[str, Any]:
     heads = config["num_attention_heads"]
-    dtype = config.get("dtype") or config.get("torch_dtype") or _UNTOLD_DTYPE
-    if dtype not in _DTYPE_BYTES:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPE_BYTES)}")
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
     if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon
         kv_heads = 1
@@ -208,8 +216,15 @@ def _kv(config: Mapping[str, Any]) -> dict[str, Any]:
         "layers": _layers_with_kv(config),
         "kv_heads": kv_heads,
         "head_dim": head_dim or config["hidden_size"] // heads,
-        "dtype_bytes": _DTYPE_BYTES[dtype],
+        "dtype_bytes": _dtype_bytes(config),
     }
+
+
+def _dtype_bytes(config: Mapping[str, Any]) -> int:
+    dtype = config.get("dtype") or config.get("torch_dtype") or _UNTOLD_DTYPE
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPE_BYTES)}")
+    return _DTYPE_BYTES[dtype]
 
 
 def _kinds(config: Mapping[str, Any]) -> Sequence[str]:

@@ -177,12 +177,14 @@ INT4 = {"weights": {"num_bits": 4, "group_size": 128}}
     ],
 )
 def test_layers_of_a_quantised_checkpoint_take_its_bits(quantization, bits):
-    """Leave embeddings and head in the dtype; in a replica on a CPU, which dequantises, everything."""
+    """Leave embeddings and head in the dtype; in warmkv's own engine, which dequantises, everything."""
     plain = ModelShape(**figures(LLAMA_8B))
     shape = ModelShape(**figures(LLAMA_8B | {"quantization_config": quantization}))
     assert shape.weight_bits == bits
-    weights = ModelSizes.of(shape).weights
+    weights = ModelSizes.of(shape, quantised=True).weights
     assert weights == plain.layer_weights * (bits or 16) / 8 + 2 * 2 * plain.head_weights
-    assert ModelSizes.of(shape, 4, packed=True).weights == ModelSizes.of(plain, 4, packed=True).weights
+    for packed in (False, True):
+        assert ModelSizes.of(shape, packed=packed) == ModelSizes.of(plain, packed=packed)
+    assert shape.dequantised == plain
     if quantization["quant_method"] == "awq":
         assert weights == pytest.approx(5.73e9, rel=0.01)  # as published

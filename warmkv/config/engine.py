@@ -117,6 +117,11 @@ class EngineConfig(Section):
         return self.kind == "warmkv"
 
     @property
+    def keeps_quantised(self) -> bool:
+        """Return True if quantised weights are computed with as they are; warmkv's own engine dequantises most."""
+        return not self.has_own_kernels
+
+    @property
     def image_target(self) -> str:
         """Return the target of `k8s/Dockerfile` that has its packages; empty where every target has them."""
         return "vllm" if self.kind == "vllm" else ""

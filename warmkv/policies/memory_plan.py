@@ -89,14 +89,16 @@ class ModelSizes:
     vocabulary: int
 
     @classmethod
-    def of(cls, model: ModelShape, dtype_bytes: int | None = None, *, packed: bool = False) -> ModelSizes:
+    def of(
+        cls, model: ModelShape, dtype_bytes: int | None = None, *, packed: bool = False, quantised: bool = False
+    ) -> ModelSizes:
         """Return the sizes that a model's config.json tells; `dtype_bytes` are those it is served in, if other ones.
 
-        Packed, as on a CPU, the matrix before the logits is there twice where the embeddings share it, and quantised
-        layers are in the dtype. Norms and biases are left out: a thousandth of the rest.
+        Packed, as on a CPU, the matrix before the logits is there twice where the embeddings share it. `quantised` says
+        that layers of a quantised checkpoint stay so. Norms and biases are left out: a thousandth of the rest.
         """
         size = dtype_bytes or model.dtype_bytes
-        layers = size * model.layer_weights if packed else model.layer_bytes(size)
+        layers = model.layer_bytes(size) if quantised else size * model.layer_weights
         matrices = 1 if model.tied and not packed else 2  # before the first layer and behind the last
         return cls(
             layers + size * matrices * model.head_weights,

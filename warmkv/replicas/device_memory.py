@@ -12,6 +12,7 @@ import torch
 
 from warmkv.config import ClusterConfig, Config, EngineConfig, ModelConfig, PrefixCacheConfig
 from warmkv.faults import UserError
+from warmkv.model_shape import ModelShapeError, dtype_bytes
 from warmkv.policies import memory_plan
 from warmkv.policies.compression.prefill_state import PrefillState
 from warmkv.policies.compression.softmax import Softmax
@@ -207,10 +208,10 @@ def weight_bytes(folder: Path, dtype: torch.dtype) -> int | None:
         return None
     if "quantization_config" in described:
         return size
-    stored = getattr(torch, str(described.get("dtype") or described.get("torch_dtype") or "float32"), None)
-    if not isinstance(stored, torch.dtype):
+    try:
+        return size * dtype.itemsize // dtype_bytes(described)
+    except ModelShapeError:
         return None
-    return size * dtype.itemsize // stored.itemsize
 
 
 @dataclass(frozen=True, slots=True)

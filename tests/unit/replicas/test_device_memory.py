@@ -191,8 +191,11 @@ def test_files_that_do_not_tell_the_weights_stop_nothing(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1000}}))
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "quantization_config": {}}))
     assert stored(tmp_path) == 1000  # as they are
-    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
-    assert stored(tmp_path) == 2000
+    for told in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "text_config": {}}, {"text_config": {}}):
+        (tmp_path / "config.json").write_text(json.dumps(told))
+        assert stored(tmp_path) == 2000  # also where nothing tells the dtype
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "complex64"}))
+    assert stored(tmp_path) is None
 
 
 def test_the_attention_of_a_chunk_is_measured_by_the_allocator(models):

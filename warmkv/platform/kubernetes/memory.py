@@ -42,7 +42,7 @@ def sizes_of(config: Config, model: ModelShape, on_gpu: bool) -> ModelSizes:
     named = config.model.dtype
     size = (2 if on_gpu else 4) if named == "auto" else _DTYPE_BYTES[named]
     packed = not on_gpu and size == 4  # replicas/loading/packed_weights.py
-    return ModelSizes.of(model, size, packed=packed)
+    return ModelSizes.of(model, size, packed=packed, quantised=config.engine.keeps_quantised)
 
 
 def plan_in_pod(config: Config, model: ModelShape, limit: int, replicas: int, store: int = 0) -> MemoryPlan:

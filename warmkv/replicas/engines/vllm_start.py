@@ -64,7 +64,7 @@ def read_model(config: Config) -> Model:
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:
         eos = text.eos_token_id
-    most = load_max_context(config.model)
+    most = load_max_context(config.model, "vllm")
     wanted = config.engine.max_context
     if wanted is not None and wanted > most:
         raise ConfigError(f"engine.max_context {wanted} exceeds the model's {most} tokens")
@@ -87,7 +87,7 @@ def _sizes(folder: Path, described: Mapping[str, Any], dtype: torch.dtype) -> Mo
     Raises ModelShapeError where these are not known.
     """
     try:
-        sizes = ModelSizes.of(ModelShape.model_validate(figures(described)), dtype.itemsize)
+        sizes = ModelSizes.of(ModelShape.model_validate(figures(described)), dtype.itemsize, quantised=True)
     except ModelShapeError:
         cache = ModelShape.model_validate(kv_figures(described))
         sizes = replace(ModelSizes.of(cache, dtype.itemsize), vocabulary=vocabulary(described))
@@ -165,18 +165,18 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
 
 def check_storage(storage: str, device: torch.device, head_dim: int) -> None:
     """Raise ConfigError where vLLM's attention cannot read a cache in a format on a device, or with such heads."""
-    lacking = ""
-    if storage == "int4" and device.type == "cpu":
+    lacking, multiple = "", STORAGES[storage].head_dim_multiple
+    if device.type == "cpu" and storage == "int4":
         lacking = "a GPU"
-    elif head_dim % STORAGES[storage].head_dim_multiple:
-        lacking = f"heads of a multiple of {STORAGES[storage].head_dim_multiple}: the model's have {head_dim}"
-    elif storage == "fp8" and device.type == "cpu":
+    elif device.type == "cpu" and storage == "fp8":
+        multiple = FP8_HEAD
         if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
-            lacking = "a CPU with AVX-512 or AMX"
-        elif head_dim % FP8_HEAD:
-            lacking = f"heads of a multiple of {FP8_HEAD}: the model's have {head_dim}"
+            lacking = "AVX-512 or AMX, or a GPU"
+    if not lacking and head_dim % multiple:
+        lacking = f"heads of a multiple of {multiple}: the model's have {head_dim}"
     if lacking:
-        raise ConfigError(f"prefix_cache.storage: {storage} with engine.kind vllm needs {lacking}")
+        where = "a CPU" if device.type == "cpu" else "a GPU"
+        raise ConfigError(f"prefix_cache.storage: {storage} on {where} with engine.kind vllm needs {lacking}")
 
 
 def endpoint(folder: Path, name: str) -> str:

@@ -14,9 +14,7 @@ def computed_context(text: Any) -> int:
     for parameters in _rope_parameters(text):
         if parameters.get("rope_type") == "longrope":  # beyond this length the rotation of all keys changes
             limits.append(parameters["original_max_position_embeddings"])
-    if (
-        text.model_type not in supported.SERVED
-    ):  # nobody has compared its windows: within one a layer attends to everything
+    if text.model_type not in supported.SERVED:  # within a window a layer attends to everything
         limits += [window for window in configured_windows(text) if window]
     return min(limits)
 

@@ -27,12 +27,7 @@ from warmkv.replicas.loading.last_layer import leave_at_drawn
 from warmkv.replicas.loading.malloc import grow_segments, keep_freed_memory
 from warmkv.replicas.loading.mapped_files import MappedFiles
 from warmkv.replicas.loading.packed_weights import can_pack, leave_file, pack_linears, packed_bytes
-from warmkv.replicas.loading.structure import (
-    check_config,
-    is_listed,
-    layer_traits,
-    refusal,
-)
+from warmkv.replicas.loading.structure import check_config, is_listed, layer_traits, refusal
 from warmkv.replicas.loading.tokenizer import model_path
 
 log = logging.getLogger(__name__)
@@ -163,8 +158,10 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
     if not any(name.endswith("inv_freq") for name, _ in (rotary.named_buffers() if rotary is not None else ())):
         raise refusal(text.model_type, supported.NOT_ROTARY)
     module.eval().requires_grad_(False)
-    if rotary.rope_type == "dynamic":  # scales beyond max_position_embeddings only, and reads the length at every step
-        rotary.rope_type = "default"
+    rope_types = rotary.rope_type if isinstance(rotary.rope_type, dict) else {"": rotary.rope_type}  # by kind of layer
+    # Dynamic scaling begins beyond max_position_embeddings, and reads the length at every step.
+    rope_types = {kind: "default" if said == "dynamic" else said for kind, said in rope_types.items()}
+    rotary.rope_type = rope_types if isinstance(rotary.rope_type, dict) else rope_types[""]
     shape = kv_shape(module)
     inv_freq = rotation(rotary).to(module.device, torch.float64)
     traits = layer_traits(module, shape, inv_freq)
@@ -189,10 +186,18 @@ def prepare(module: Any, *, packed: bool = True) -> LoadedModel:
         vocabulary=module.get_input_embeddings().num_embeddings,
         eos_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
         inv_freq=inv_freq,
-        fixed_rotation=rotary.rope_type != "longrope" and all(layer.rotates_on for layer in traits),
+        fixed_rotation="longrope" not in rope_types.values()
+        and _rotations(module.get_decoder()) == 1
+        and all(layer.rotates_on for layer in traits),
         weights=weights,
         leaves_at_drawn=leave_at_drawn(module),
     )
+
+
+def _rotations(decoder: Any) -> int:
+    """Count the sets of frequencies of a decoder: those that are close would be one at the positions of the probe."""
+    named = decoder.named_buffers()
+    return len({tuple(part.tolist()) for name, part in named if name.endswith("inv_freq") and "original" not in name})
 
 
 def token_classes(tokenizer: Any) -> TokenClasses:

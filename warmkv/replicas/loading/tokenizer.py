@@ -48,7 +48,7 @@ def decoder(tokenizer: Any) -> Any:
     return getattr(tokenizer, "backend_tokenizer", None) or tokenizer
 
 
-def load_max_context(config: ModelConfig, kind: EngineKind = "vllm") -> int:
+def load_max_context(config: ModelConfig, kind: EngineKind) -> int:
     """Read the model's maximum context, as an engine of a kind serves it, from its configuration alone."""
     from transformers import AutoConfig
 
@@ -60,4 +60,6 @@ def load_max_context(config: ModelConfig, kind: EngineKind = "vllm") -> int:
 def served_context(config: Config) -> int:
     """Return tokens that replicas of every group take: a request may get to any of them."""
     engines = [group.engine for group in config.groups().values()]
-    return min(engine.max_context or load_max_context(config.model, engine.kind) for engine in engines)
+    limits = {engine.max_context for engine in engines if engine.max_context}
+    kinds = {engine.kind for engine in engines if not engine.max_context}
+    return min(limits | {load_max_context(config.model, kind) for kind in kinds})

@@ -71,7 +71,7 @@ def resolved(config: Config) -> Config:
 
 def plan(config: Config, model: ModelShape, gpu: Gpu) -> MemoryPlan:
     """Plan a replica's memory from a GPU's data sheet and a model's sizes. Replicas that name no GPU have one."""
-    sizes = ModelSizes.of(model)
+    sizes = ModelSizes.of(model, quantised=config.engine.keeps_quantised)
     total, share = int(gpu.memory), gpus_per_replica(config)
     memory = DeviceMemory("gpu", gpu.name, total, total, share, CUDA_CONTEXT_BYTES)
     context = config.engine.max_context or min(model.context or CONTEXT, CONTEXT)

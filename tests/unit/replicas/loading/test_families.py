@@ -56,10 +56,10 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [  # what checkpoints say and the 
 def test_a_served_family_gives_the_logits_of_transformers(family, changed):
     module = tiny_model(family, **changed)
     ids = torch.randint(VOCABULARY, (PROMPT + NEW,), generator=torch.Generator().manual_seed(1)).tolist()
-    model = prepare(module)
-    assert model.fixed_rotation == (family not in NOT_ROTATED_ON)
     prompt, new = PROMPT, NEW
     expected = plain_logits(module, ids[: prompt + new - 1], last=new)
+    model = prepare(module)
+    assert model.fixed_rotation == (family not in NOT_ROTATED_ON)
     assert float(expected.std()) > 1e-3
     driver = Driver(model)
     cold = make_request(ids[:prompt], new=new, name="cold", ignore_eos=True)

@@ -86,6 +86,8 @@ def _of_profile(file: Path, config: Config) -> tuple[StepTimes, str]:
 
 def _of_roofline(model: ModelShape, config: Config) -> tuple[StepTimes, str]:
     gpu, share = config.simulator.gpu, gpus_per_replica(config)
+    if not config.engine.keeps_quantised:
+        model = model.dequantised
     times = roofline.roofline(model, gpu, share)
     name = model.path.parent.name if model.path and model.path.suffix == ".json" else model.path and model.path.name
     source = f"roofline of {name or 'the model'} on {gpu.name}"
