@@ -43,6 +43,7 @@ def chat(server: Any, **options: Any) -> Any:
 
 def message(server: Any, choice: Any, tools: Any = MESSAGES, tokens: int = 90, **options: Any) -> Any:
     said: Any = [{"role": "user", "content": "hello"}]
+    options = {"extra_body": {"warmkv": {"seed": 1}}, **options}  # or a text may be longer than the answer
     return server.anthropic().messages.create(
         model=server.config.model.name, max_tokens=tokens, messages=said, tools=tools, tool_choice=choice, **options
     )
