@@ -38,6 +38,6 @@ def test_a_client_package_works_unmodified(url, script):
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
     }
     ran = subprocess.run(
-        [PYTHON, Path(__file__).parent / script], env=environ, capture_output=True, text=True, timeout=300, check=False
+        [PYTHON, Path(__file__).parent / script], env=environ, capture_output=True, text=True, timeout=600, check=False
     )
     assert ran.returncode == 0, ran.stderr[-3000:]

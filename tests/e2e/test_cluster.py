@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from warmkv.model_shape import ModelShape, config_file
 from warmkv.platform.kubernetes import memory
 from warmkv.platform.named_actors import NAMESPACE
 from warmkv.platform.prefix_directory import directory_name
+from warmkv.policies.dispatcher import KEPT_SECONDS
 from warmkv.policies.memory_plan import DeviceMemory
 from warmkv.policies.pricing import price
 from warmkv.prefixes.record import RequestRecord
@@ -103,6 +105,7 @@ def test_the_next_request_lands_where_its_prefix_is_warm(cluster):
             lambda home=home, known=known: cluster.replicas()[home]["blocks"] > known,
             "the directory hears of the blocks",
         )
+        time.sleep(KEPT_SECONDS)  # in which the router hears of them, too
         for question in ("two?", "three?"):
             usage = ask(cluster, marked(TEXT + str(number), question), key).usage
             assert usage.warmkv["replica"] == home
@@ -176,11 +179,15 @@ def test_a_client_that_leaves_frees_its_slot(cluster, stream):
 def test_the_directory_comes_back_whole_after_it_was_killed(cluster):
     import ray
 
+    earlier = {name: replica["blocks"] for name, replica in cluster.replicas().items()}
     home = ask(cluster, marked(TEXT + "kept", "one?"), "killed").usage.warmkv["replica"]
     before = until(
-        lambda: {name: r["blocks"] for name, r in cluster.replicas().items() if name == home and r["blocks"]},
+        lambda: {
+            name: r["blocks"] for name, r in cluster.replicas().items() if name == home and r["blocks"] > earlier[home]
+        },
         "the directory knows the blocks",
     )
+    time.sleep(KEPT_SECONDS)  # in which the router hears of them, too
     ray.kill(ray.get_actor(directory_name("warmkv"), namespace=NAMESPACE), no_restart=False)
     during = ask(cluster, marked(TEXT + "kept", "two?"), "killed").usage  # routing goes on from the router's copy
     assert during.warmkv["replica"] == home

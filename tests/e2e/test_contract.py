@@ -230,7 +230,7 @@ def test_a_stream_says_what_is_billed_from_its_start(cluster, replica):
 
 
 def test_parallel_requests_all_write_and_later_ones_read(cluster, replica):
-    """They come while the first is computed, which takes longer than their way to the gateway."""
+    """They come while the first is computed. One that comes later, on a busy machine, reads already."""
     given = " ".join(f"U{i}" for i in range(10, 38)) + "* U1"
     clients = [cluster.anthropic("parallel") for _ in range(4)]
     barrier = Barrier(len(clients))
@@ -243,7 +243,10 @@ def test_parallel_requests_all_write_and_later_ones_read(cluster, replica):
 
     with ThreadPoolExecutor(len(clients)) as pool:
         usages = list(pool.map(ask, clients))
-    assert [billed(usage) for usage in usages] == [by_contract(given, (0, 0, 28))] * len(clients)
+    writes, reads = by_contract(given, (0, 0, 28)), by_contract(given, (28, 28, 28))
+    found = [billed(usage) for usage in usages]
+    assert writes in found
+    assert all(each in (writes, reads) for each in found)
     assert billed(send(cluster, replica, "parallel", body(given)).usage) == by_contract(given, (28, 28, 28))
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import pytest
+import requests
 
 from tests.faults.conftest import Service
 from tests.faults.network import Network
@@ -31,7 +32,10 @@ def a_replica(service: Service) -> Found:
     """Return one that runs: for a moment, a gateway may still tell of one that the fault before has ended."""
 
     def found() -> Found | None:
-        told = service.get("replicas")["replicas"]
+        try:
+            told = service.get("replicas")["replicas"]
+        except requests.RequestException:
+            return None
         pids = {status["pid"]: name for name, status in told.items() if "pid" in status}
         running = ((node, process.pid) for node, its in service.cluster.nodes.items() for process in its.processes())
         return min((Found(pids[pid], pid, node) for node, pid in running if pid in pids), default=None)
@@ -51,7 +55,7 @@ def test_a_replica_hangs(service: Service):
 
 def test_the_directory_is_killed(service: Service):
     (actor,) = service.cluster.find(DIRECTORY)
-    blocks = service.get("replicas")["blocks"]
+    blocks = until(service.blocks, "the directory answers")
 
     def restored() -> dict[str, float]:
         until(lambda: service.cluster.find(DIRECTORY), "the actor returns")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.polling import PATIENCE
 from warmkv import recorders, telemetry
 from warmkv.recorders import Bounded, RayRecorder
 from warmkv.telemetry import DECODING, KV_BYTES, LIVE_CONFIG_CHANGE, REJECTED, TTFT, WHATIF_ERROR
@@ -122,7 +123,7 @@ def test_it_flushes_by_itself(ray, monkeypatch):
     recorded = recorder(REJECTED)
     monkeypatch.setattr(ray[REJECTED.name], "inc", lambda value, tags: flushed.set())
     recorded.add(REJECTED, 1, reason="a")
-    assert flushed.wait(60)
+    assert flushed.wait(PATIENCE)
     monkeypatch.setattr(recorders, "FLUSH_SECONDS", 1e6)  # its thread rests from now on
 
 

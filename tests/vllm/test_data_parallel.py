@@ -80,7 +80,7 @@ class Server:
         assert self.process.poll() is None, log.read_text()[-4000:]
         try:
             return requests.get(f"{self.url}/health", timeout=5).ok
-        except requests.ConnectionError:
+        except requests.RequestException:
             return False
 
     def close(self) -> None:

@@ -80,7 +80,9 @@ def test_a_running_gateway_follows_the_file(file: Path, tmp_path: Path) -> None:
     gateway = Gateway(tmp_path / "policy", f"gateway.tenants_file={file}", operator)
 
     def write(text: str) -> None:
-        file.write_text(text)
+        beside = file.with_suffix(".new")
+        beside.write_text(text)
+        beside.replace(file)  # a thread may be reading it
 
     async def until(key: str, status: int) -> None:
         async def answered() -> bool:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.polling import PATIENCE
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.recording import proxy as module
 from warmkv.platform.recording.exchange import Analyst
@@ -81,7 +82,7 @@ async def asked(port, data):
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
 
 
 def test_bytes_pass_as_they_are_but_for_hop_by_hop_headers(tmp_path):

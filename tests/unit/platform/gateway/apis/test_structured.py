@@ -64,6 +64,7 @@ def test_completions_and_the_messages_api_as_well(server):
         max_tokens=60,
         messages=[{"role": "user", "content": "def main():"}],
         output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
+        extra_body={"warmkv": {"seed": 1}},  # or whitespace may be longer than the answer
     )
     assert answer.stop_reason == "end_turn"
     jsonschema.validate(json.loads(answer.content[0].text), SCHEMA)

@@ -242,7 +242,7 @@ def test_a_session_ends_with_its_key_and_the_focus_stays_where_it_is(serve: Any,
         until(lambda: page.value("document.querySelector('#versions [data-old]') === null"), "the table is drawn anew")
         assert page.value("document.activeElement.getAttribute('aria-label')") == "Roll back to version 0"
         until(lambda: asked(page, "/history") >= 2, "some seconds pass")
-        assert asked(page, "/live") <= 6
+        assert asked(page, "/live") <= 8
 
 
 def test_live_figures_are_of_the_last_minutes_and_priced(tmp_path: Path) -> None:
