@@ -78,7 +78,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 ALONE: dict[Any, list[Any]] = {}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_answers_depend_on_neither_company_nor_cuts(served, data):
     family = data.draw(st.sampled_from(list(served)))
