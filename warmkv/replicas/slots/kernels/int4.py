@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from warmkv.policies.compression import integers
-from warmkv.replicas.slots.kernels.codes import OFFSET, number
+from warmkv.replicas.slots.kernels.codes import along_channels, in_stretches, packed
 from warmkv.replicas.slots.kernels.tiles import Reader
 
 LARGEST, SMALLEST_STEP = tl.constexpr(integers.LARGEST), tl.constexpr(integers.SMALLEST_STEP)
@@ -19,14 +19,11 @@ def _load(
     BITS: tl.constexpr, D: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     channels = tl.arange(0, D)
-    HALF: tl.constexpr = HEAD_DIM // 2
     inside = seen[:, None] & (channels < HEAD_DIM)[None, :]
-    # A byte holds one code from each half of the channels (see `packing.py`).
-    packed = tl.load(part + entries[:, None] * HALF + (channels % HALF)[None, :], mask=inside, other=0).to(tl.int32)
-    codes = number(packed >> (channels // HALF * 4)[None, :], 0, 4)
+    codes = along_channels(part + entries[:, None] * (HEAD_DIM // 2), channels, inside, 4, HEAD_DIM)
     zero = tl.load(scales + entries * 2, mask=seen, other=0.0).to(tl.float32)
     step = tl.load(scales + entries * 2 + 1, mask=seen, other=0.0).to(tl.float32)
-    decoded = (zero - step * OFFSET)[:, None] + step[:, None] * codes
+    decoded = zero[:, None] + step[:, None] * codes.to(tl.float32)
     return decoded if D == HEAD_DIM else tl.where(inside, decoded, 0.0)
 
 
@@ -38,12 +35,8 @@ def _put(
     """Encode an entry, rotated in the two halves that codes are packed from, as `integers.quantise` does."""
     HALF: tl.constexpr = HEAD_DIM // 2
     P: tl.constexpr = D // 2
-    inputs, halves, within = tl.arange(0, D), tl.arange(0, 2), tl.arange(0, P)
-    outputs = halves[:, None] * HALF + within[None, :]
-    inside = (within < HALF)[None, :] & (halves >= 0)[:, None]
-    at = inputs[:, None, None] * HEAD_DIM + outputs[None, :, :]
-    matrix = tl.load(rotation + at, mask=(inputs < HEAD_DIM)[:, None, None] & inside[None, :, :], other=0.0)
-    rotated = tl.sum(x.to(tl.float32)[:, None, None] * matrix, 0)
+    within = tl.arange(0, P)
+    rotated, inside = in_stretches(x, rotation, 2, D, HEAD_DIM)
     rotated = tl.minimum(tl.maximum(rotated, -LARGEST), LARGEST)
     least = tl.min(tl.min(tl.where(inside, rotated, float("inf")), 1), 0)
     most = tl.max(tl.max(tl.where(inside, rotated, float("-inf")), 1), 0)
@@ -57,8 +50,7 @@ def _put(
     code = tl.minimum(tl.maximum(number, 0.0), 15.0).to(tl.int32)
     tl.store(scales + entry * 2, zero.to(tl.float16), mask=when)
     tl.store(scales + entry * 2 + 1, step.to(tl.float16), mask=when)
-    packed = tl.sum(code << (halves * 4)[:, None], 0)
-    tl.store(codes + entry * HALF + within, packed.to(tl.uint8), mask=(within < HALF) & when)
+    tl.store(codes + entry * HALF + within, packed(code, 4, 2, P).to(tl.uint8), mask=(within < HALF) & when)
 
 
 @triton.jit

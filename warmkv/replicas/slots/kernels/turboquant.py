@@ -7,6 +7,7 @@ from torch import Tensor, device
 
 from warmkv.policies.compression.storage_format import StorageFormat
 from warmkv.policies.compression.storages.turboquant import TurboQuant, largest_scale
+from warmkv.replicas.slots.kernels.codes import along_channels, in_stretches, packed
 from warmkv.replicas.slots.kernels.tiles import Reader
 
 LARGEST_SCALE_3, LARGEST_SCALE_4 = tl.constexpr(largest_scale(3)), tl.constexpr(largest_scale(4))
@@ -20,21 +21,13 @@ def _load(
     channels = tl.arange(0, D)
     inside = seen[:, None] & (channels < HEAD_DIM)[None, :]
     if BITS == 4:
-        codes = _codes(part + entries[:, None] * (HEAD_DIM // 2), channels, inside, 4, HEAD_DIM)
+        codes = along_channels(part + entries[:, None] * (HEAD_DIM // 2), channels, inside, 4, HEAD_DIM)
     else:  # the lower two bits of all codes, then the highest
         row = part + entries[:, None] * (HEAD_DIM // 8 * 3)
-        codes = _codes(row, channels, inside, 2, HEAD_DIM)
-        codes |= _codes(row + HEAD_DIM // 4, channels, inside, 1, HEAD_DIM) << 2
+        codes = along_channels(row, channels, inside, 2, HEAD_DIM)
+        codes |= along_channels(row + HEAD_DIM // 4, channels, inside, 1, HEAD_DIM) << 2
     scale = tl.load(scales + entries, mask=seen, other=0.0).to(tl.float32)
     return tl.load(levels + codes) * scale[:, None]
-
-
-@triton.jit
-def _codes(row, channels, inside, BITS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Load codes that are packed along the channels, one from each of 8 / BITS equal stretches (see `packing.py`)."""
-    STRETCH: tl.constexpr = HEAD_DIM * BITS // 8
-    packed = tl.load(row + (channels % STRETCH)[None, :], mask=inside, other=0).to(tl.int32)
-    return (packed >> (channels // STRETCH * BITS)[None, :]) & ((1 << BITS) - 1)
 
 
 @triton.jit
@@ -47,12 +40,8 @@ def _put(
     STRETCH: tl.constexpr = HEAD_DIM // STRETCHES
     P: tl.constexpr = D // STRETCHES
     COUNT: tl.constexpr = 1 << BITS
-    inputs, stretches, within = tl.arange(0, D), tl.arange(0, STRETCHES), tl.arange(0, P)
-    outputs = stretches[:, None] * STRETCH + within[None, :]
-    inside = (within < STRETCH)[None, :] & (stretches >= 0)[:, None]
-    at = inputs[:, None, None] * HEAD_DIM + outputs[None, :, :]
-    matrix = tl.load(rotation + at, mask=(inputs < HEAD_DIM)[:, None, None] & inside[None, :, :], other=0.0)
-    rotated = tl.sum(x.to(tl.float32)[:, None, None] * matrix, 0)
+    within = tl.arange(0, P)
+    rotated, inside = in_stretches(x, rotation, STRETCHES, D, HEAD_DIM)
     norm = tl.sqrt_rn(tl.sum(tl.sum(rotated * rotated, 1), 0))
     scaled = rotated / tl.where(norm == 0.0, 1.0, norm / tl.sqrt_rn(tl.full([], HEAD_DIM, tl.float32)))
     code = tl.zeros([STRETCHES, P], tl.int32)
@@ -66,20 +55,14 @@ def _put(
     row = codes + entry * (HEAD_DIM * BITS // 8)
     stored = (within < STRETCH) & when
     if BITS == 4:
-        tl.store(row + within, _packed(code, 4, 2, P).to(tl.uint8), mask=stored)
+        tl.store(row + within, packed(code, 4, 2, P).to(tl.uint8), mask=stored)
     else:  # the lower two bits of all codes, then the highest
         halves = tl.reshape(code & 3, (4, 2, P))
         shifted = halves << (tl.arange(0, 4) * 2)[:, None, None]
         lower = tl.sum(shifted, 0)
         places = tl.arange(0, 2)[:, None] * STRETCH + within[None, :]
         tl.store(row + places, lower.to(tl.uint8), mask=(tl.arange(0, 2) >= 0)[:, None] & stored[None, :])
-        tl.store(row + HEAD_DIM // 4 + within, _packed(code >> 2, 1, 8, P).to(tl.uint8), mask=stored)
-
-
-@triton.jit
-def _packed(code, BITS: tl.constexpr, STRETCHES: tl.constexpr, P: tl.constexpr):
-    """Pack codes [STRETCHES, P] to bytes [P], one from each stretch."""
-    return tl.sum(code << (tl.arange(0, STRETCHES) * BITS)[:, None], 0)
+        tl.store(row + HEAD_DIM // 4 + within, packed(code >> 2, 1, 8, P).to(tl.uint8), mask=stored)
 
 
 def _levels(storage: StorageFormat, where: device) -> Tensor:
