@@ -61,7 +61,7 @@ class ModelShapeError(UserError):
 
 
 class ModelShape(BaseModel):
-    """A decoder with grouped-query attention and MLPs or experts, as Llama, Mistral, Qwen and Mixtral are.
+    """Describe a decoder with grouped-query attention and MLPs or experts, as Llama, Mistral, Qwen and Mixtral are.
 
     A path alone, to a folder or its config.json, stands for what is written there; figures given beside it are taken
     instead, as `dtype_bytes: 2` where the weights are served in another type than they were trained in. Without a path
@@ -151,8 +151,7 @@ class ModelShape(BaseModel):
 
 
 Source = Path | Mapping[str, Any]
-"""A model's folder or its config.json, or what that holds, with the defaults of its family, too, where they are known.
-"""
+"""A model's folder or its config.json, or what that holds."""
 
 
 def kv_figures(source: Source) -> dict[str, Any]:

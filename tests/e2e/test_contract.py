@@ -230,7 +230,7 @@ def test_a_stream_says_what_is_billed_from_its_start(cluster, replica):
 
 
 def test_parallel_requests_all_write_and_later_ones_read(cluster, replica):
-    """They come while the first is computed. One that comes later, on a busy machine, reads already."""
+    """Let them come while the first is computed. One that comes later, on a busy machine, reads already."""
     given = " ".join(f"U{i}" for i in range(10, 38)) + "* U1"
     clients = [cluster.anthropic("parallel") for _ in range(4)]
     barrier = Barrier(len(clients))

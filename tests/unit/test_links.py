@@ -1,4 +1,4 @@
-"""Every link from one of our documents to another leads to a file, and to a heading that is there; settings exist."""
+"""Check that every link between our documents leads to a file, and to a heading that is there; settings exist."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Sizes of models by their config.json, against what transformers builds of it and what is published."""
+"""Compare sizes of models by their config.json with what transformers builds of it and what is published."""
 
 from __future__ import annotations
 

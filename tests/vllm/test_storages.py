@@ -1,4 +1,4 @@
-"""The formats of vLLM's cache: what plans and replays count for them, and how far they are from what was written."""
+"""Check the formats of vLLM's cache: what plans and replays count for them, and how exact they are."""
 
 from __future__ import annotations
 

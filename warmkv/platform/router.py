@@ -91,8 +91,8 @@ class Router:
         """Forget what is booked on a replica whose connection is lost."""
         self._dispatcher.in_flight.drop(replica)
 
-    def running(self, groups: Mapping[str, str]) -> None:
-        """Take the groups of the replicas that run: in some, replicas decode more sequences together than in others."""
+    def set_slots(self, groups: Mapping[str, str]) -> None:
+        """Count by the groups of the replicas that run how many sequences each decodes together."""
         slots = {replica: self._slots[group] for replica, group in groups.items()}
         usual = self._config.engine.max_slots
         self._dispatcher.slots_of = {replica: own for replica, own in slots.items() if own != usual}

@@ -45,7 +45,7 @@ def test_committed_patch_is_a_fresh_render(folder: Path) -> None:
 
 
 def test_another_model_changes_the_pods(tmp_path: Path) -> None:
-    """A new cluster fetches it and tokenizes for it; other settings change the document alone."""
+    """Start a cluster that fetches it and tokenizes for it; other settings change the document alone."""
     settings = tmp_path / "warmkv.yaml"
 
     def cluster(text: str) -> object:

@@ -412,7 +412,7 @@ def test_a_budget_for_a_single_pod_is_a_note() -> None:
 
 
 def test_every_rule_is_broken_once() -> None:
-    """`kept_versions` gives notes, which have a test of their own."""
+    """Leave out `kept_versions`: its notes have a test of their own."""
     assert {case[1] for case in BROKEN.values()} == NAMES - {"kept_versions"}
 
 

@@ -57,7 +57,7 @@ def test_the_queue_of_a_replica_begins_behind_the_slots_of_its_group() -> None:
     router._dispatcher.index.add("a", pack(HASHES))  # four blocks; each request that waits counts as eight
 
     async def bests(group: str) -> list[str]:
-        router.running({"a": group, "b": ""})
+        router.set_slots({"a": group, "b": ""})
         found = [router.choose(number, Attempt(request(number)), ["a", "b"])[0] for number in range(8)]
         for number in range(8):
             router.release(number)

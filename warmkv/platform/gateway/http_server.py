@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class ConnectionAges:
-    """ASGI middleware: end a client's connection with its answer once it is older than `CONNECTION_SECONDS`.
+    """End a client's connection with its answer once it is older than `CONNECTION_SECONDS` (ASGI middleware).
 
     A Service that leads to other pods moves no connection that is there, and a busy client never gives its own up.
     """

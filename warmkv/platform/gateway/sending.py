@@ -55,7 +55,7 @@ class Sender(Watch):
         """Take Serve's word of which replicas run, and of which group each is."""
         stopped, self._running = self._running.keys() - running.keys(), running
         self._group_of |= running
-        self._router.running(running)
+        self._router.set_slots(running)
         for name in stopped - self._connections.keys():
             self._gone(name)
         self._serve_line()

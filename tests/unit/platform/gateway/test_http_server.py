@@ -219,7 +219,7 @@ def test_what_takes_longer_than_it_may_is_given_up_and_still_answered():
 
 
 def test_an_answer_ends_a_connection_that_is_old():
-    """Clients that never pause move to another pod all the same, also where answers are longer than connections."""
+    """Move clients that never pause to another pod all the same, also where answers are longer than connections."""
 
     async def run(port: int) -> None:
         now = [0.0]

@@ -575,7 +575,7 @@ def test_sizes_are_those_of_the_replicas_and_of_the_model():
 
 
 def test_a_model_whose_shape_is_unknown_is_told(tmp_path, caplog):
-    """Replays then have the shape of `simulator.model`; of what files may leave out the default is taken."""
+    """Take the shape of `simulator.model` for replays then, and defaults for what files may leave out."""
     gemma = {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240}
     file, own = tmp_path / "config.json", load(flags=[f"model.path={tmp_path}"], environ={})
     file.write_text(json.dumps({"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": gemma}))

@@ -122,7 +122,7 @@ def test_of_mla_and_shared_experts_cache_and_vocabulary_are_known(on_80_gb):
     ids=["head_dim and vocab_size", "num_attention_heads"],
 )
 def test_what_a_file_leaves_out_is_the_default_of_its_family(on_80_gb, described, token_bytes, vocabulary):
-    """Multimodal configurations hold only what differs from it."""
+    """Leave out what multimodal configurations do: they hold only what differs from it."""
     _, model, _ = on_80_gb(described, 24_400_000_000, 1)
     assert (model.token_bytes, model.sizes.vocabulary) == (token_bytes, vocabulary)
 

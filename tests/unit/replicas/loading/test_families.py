@@ -73,7 +73,7 @@ def test_a_served_family_gives_the_logits_of_transformers(family, changed):
 
 @pytest.mark.parametrize("family", sorted(supported.SERVED - NOT_ROTATED_ON))
 def test_sinks_that_are_rotated_on_give_the_logits_of_the_window_alone(family):
-    """In a model of one layer, whose keys and values tell nothing of the tokens before, positions are all there is."""
+    """Take a model of one layer, whose keys and values tell nothing of tokens before: positions are all there is."""
     sinks, limit = 4, 12
     module = full_layer(family)
     ids = torch.randint(VOCABULARY, (PROMPT + NEW,), generator=torch.Generator().manual_seed(1)).tolist()

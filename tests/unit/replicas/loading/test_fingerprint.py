@@ -1,4 +1,4 @@
-"""What tells a model's weights from others under its name: on a CPU, too, where products have packed theirs."""
+"""Tell a model's weights from others under its name: on a CPU, too, where products have packed theirs."""
 
 from __future__ import annotations
 

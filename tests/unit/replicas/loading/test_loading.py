@@ -169,7 +169,7 @@ def test_methods_that_turn_keys_are_refused_where_layers_rotate_differently(fami
 
 @pytest.mark.parametrize("thetas", [(1e4, 1e4), (1e4, 5e4)])
 def test_frequencies_that_are_close_are_compared_themselves(thetas):
-    """In bfloat16 keys at position 1 do not show that layers differ in them."""
+    """Compare in bfloat16, where keys at position 1 do not show that layers differ in them."""
     kinds = ("sliding_attention", "full_attention")
     rope = {kind: ROPE | {"rope_theta": theta} for kind, theta in zip(kinds, thetas, strict=True)}
     model = prepare(tiny_model("olmo3", rope_parameters=rope).to(torch.bfloat16))

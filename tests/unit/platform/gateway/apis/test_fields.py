@@ -203,7 +203,7 @@ def test_max_tokens_is_cut_to_what_there_is(tmp_path):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_default_beyond_the_context_is_cut_without_a_word(tmp_path, strict):
-    """A client is told nothing of a limit that it did not ask for."""
+    """Tell a client nothing of a limit that it did not ask for."""
     flags = ("gateway.default_output_tokens=3000", f"gateway.strict={strict}")
     long = {"prompt": "a " * 2000}
     gateway, (answer, refused) = ask(tmp_path, flags, (COMPLETIONS, long), (COMPLETIONS, {**long, "max_tokens": 3000}))

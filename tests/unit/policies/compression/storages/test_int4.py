@@ -1,4 +1,4 @@
-"""Four-bit integers by token and head against loops over single numbers."""
+"""Compare four-bit integers by token and head with loops over single numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_each_coordinate_takes_the_nearest_of_16_steps_of_its_vector(x):
 
 @given(x=arrays(np.float32, (2, 16), elements=signed))
 def test_no_coordinate_is_off_by_more_than_half_a_step(x):
-    """Also where all coordinates of a vector have one sign: zero points are not held between the codes."""
+    """Include vectors whose coordinates have one sign: zero points are not held between the codes."""
     turned = INT4.to_basis(torch.from_numpy(x)).double()
     decoded = INT4.decode_keys(INT4.encode_keys(torch.from_numpy(x)), torch.float32).double()
     within = turned.clamp(-65_000, 65_000)
@@ -48,7 +48,7 @@ def test_no_coordinate_is_off_by_more_than_half_a_step(x):
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("draw", [noise, outliers])
 def test_the_error_depends_little_on_channels_that_are_large(head_dim, draw):
-    """A quarter of a step squared over 3: a range of 2 * sqrt(2 ln d) deviations at the most, of 15 steps."""
+    """Expect a twelfth of a step squared: 15 steps in a range of 2 * sqrt(2 ln d) deviations at the most."""
     keys, queries = draw(2000, head_dim), noise(200, head_dim, seed=1)
     decoded = INT4.decode_keys(INT4.encode_keys(keys), torch.float32)
     mse = ((INT4.from_basis(decoded) - keys).square().sum(-1) / keys.square().sum(-1)).mean().item()

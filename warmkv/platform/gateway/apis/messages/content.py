@@ -100,7 +100,7 @@ class ContentSource(Body):
 
 
 class DocumentBlock(Markable):
-    """A plain-text document; its title and what is said about it come before its text."""
+    """Hold a plain-text document; its title and what is said about it come before its text."""
 
     unsupported = MappingProxyType({"citations": ({}, {"enabled": False})})
 
