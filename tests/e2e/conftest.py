@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -94,6 +95,9 @@ ENGINES: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Settings of the service by `--engine`."""
 
+GPUS = 2
+"""That Ray gives out on the node of vLLM's tests, so that it places replicas by them. They compute on CPUs."""
+
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
@@ -116,6 +120,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     config = config.model_copy(update={"gateway": with_operator(config.gateway, OPERATOR["x-api-key"])})
     application["args"] = config.model_dump(mode="json", exclude_defaults=True)
     os.environ.update(ENVIRONMENT)
+    if config.engine.kind == "vllm":
+        os.environ["RAY_OVERRIDE_RESOURCES"] = json.dumps({"GPU": GPUS})
     start_ray(config)
     import ray
 

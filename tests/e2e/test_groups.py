@@ -1,4 +1,7 @@
-"""One service with replicas of both engines: a request goes where its policy is served (`make test-vllm`)."""
+"""One service with replicas of both engines: a request goes where its policy is served (`make test-vllm`).
+
+vLLM's replica is two processes, each with half of the heads: tensor parallel, on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from pathlib import Path
 
 import anthropic
 import pytest
+import ray
 import requests
 
-from tests.e2e.conftest import application
+from tests.e2e.conftest import GPUS, application
 from tests.e2e.test_parity import AT_ONCE
 from tests.polling import PATIENCE, until
 from warmkv.simulator.studies.replays.replay import run
@@ -21,7 +25,11 @@ pytestmark = pytest.mark.cluster
 
 TEXT = "The council met in the hall at noon. Its minutes name five members. " * 12
 OTHER = TEXT.replace("council", "board")
-VLLM = {"engine": {"kind": "vllm", "kv_bytes": "64MiB"}, "prefix_cache": {"memory_bytes": "64MiB"}}
+VLLM = {
+    "engine": {"kind": "vllm", "kv_bytes": "64MiB"},
+    "prefix_cache": {"memory_bytes": "64MiB"},
+    "cluster": {"gpus_per_replica": GPUS},
+}
 
 
 def test_policies_go_to_the_replicas_that_serve_them_and_both_answer_alike(cluster, tmp_path: Path):
@@ -35,6 +43,9 @@ def test_policies_go_to_the_replicas_that_serve_them_and_both_answer_alike(clust
         until(lambda: len(service.replicas()) == 2, "both replicas serve")
         kinds = {name: known["group"] for name, known in service.replicas().items()}
         own, vllm = (next(name for name, group in kinds.items() if group == wanted) for wanted in ("", "vllm"))
+
+        (placed,) = ray.util.placement_group_table().values()  # vLLM's GPUs are on one node
+        assert (placed["strategy"], placed["bundles"]) == ("STRICT_PACK", {0: {"GPU": GPUS}})
 
         models = requests.get(f"{service.url}/v1/models", timeout=PATIENCE).json()["data"]
         groups = {"replica": {"engine": "warmkv"}, "replica-vllm": {"engine": "vllm", "policies": ["full"]}}

@@ -65,7 +65,7 @@ def assembled(
             name=replicas_name(name),
             **_size(cluster),
             max_ongoing_requests=group.ongoing_requests,
-            ray_actor_options={"num_cpus": cluster.cpus_per_replica, "num_gpus": cluster.gpus_per_replica},
+            **_reserved(cluster),
             graceful_shutdown_timeout_s=cluster.stop_seconds,
             **health,
             request_router_config=router,
@@ -84,6 +84,16 @@ def assembled(
         **health,
     )
     return ingress.bind(args, secret, replicas, directory)
+
+
+def _reserved(cluster: ClusterConfig) -> dict[str, Any]:
+    """Return what Ray reserves for a replica as Serve's options: several GPUs as a placement group, on one node."""
+    needs = {"CPU": cluster.cpus_per_replica, "GPU": cluster.gpus_per_replica}
+    options: dict[str, Any] = {"ray_actor_options": {"num_cpus": needs["CPU"], "num_gpus": needs["GPU"]}}
+    if needs["GPU"] > 1:
+        bundle = {name: amount for name, amount in needs.items() if amount}
+        options |= {"placement_group_bundles": [bundle], "placement_group_strategy": "STRICT_PACK"}
+    return options
 
 
 def _size(cluster: ClusterConfig) -> dict[str, Any]:

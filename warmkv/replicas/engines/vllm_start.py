@@ -145,6 +145,7 @@ def start_llm(config: Config, model: Model, plan: MemoryPlan, threads: int, fold
         enable_prefix_caching=config.prefix_cache.enabled,
         block_size=block,
         tensor_parallel_size=parallel,
+        distributed_executor_backend="mp" if parallel > 1 else None,  # else Ray's, as actors beside this one
         gpu_memory_utilization=engine.memory_fraction * min(1.0, cluster.gpus_per_replica or 1.0),
         kv_cache_dtype=VLLM_STORAGES[model.storage],
         kv_cache_memory_bytes=None if _measures(plan, model.device) else cache_bytes,
