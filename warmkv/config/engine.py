@@ -121,6 +121,10 @@ class EngineConfig(Section):
         """Return True if quantised weights are computed with as they are; warmkv's own engine dequantises most."""
         return not self.has_own_kernels
 
+    def processes(self, gpus: float) -> int:
+        """Count a replica's processes: vLLM has an engine core, and a worker for each GPU, beside its own."""
+        return 1 if self.has_own_kernels else 2 + max(1, int(gpus))
+
     @property
     def image_target(self) -> str:
         """Return the target of `k8s/Dockerfile` that has its packages; empty where every target has them."""

@@ -276,7 +276,7 @@ def _fixed(memory: DeviceMemory, sizes: ModelSizes, engine: EngineConfig, cache:
     if memory.taken:
         lines.append(Line("others", memory.taken, "CUDA context, and other processes on the device"))
     if not on_gpu:
-        lines.append(Line("process", PROCESS_BYTES, "estimated, of each replica", False))
+        lines.append(Line("process", engine.processes(0) * PROCESS_BYTES, "estimated, of each replica", False))
         lines.append(Line("node", int(NODE_BYTES * memory.share), "estimated, for Ray and a gateway", False))
         if engine.preempt_seconds is not None:
             lines.append(Line("parked", int(engine.parked_bytes), "engine.parked_bytes", False))

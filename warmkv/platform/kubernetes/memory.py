@@ -78,9 +78,10 @@ def host_lines(config: Config, model: ModelShape, replicas: int, store: int) -> 
     moving = int(cache.moving_bytes) if cache.enabled and (tier or cache.disk.memory_bytes) else 0
     parked = int(config.engine.parked_bytes) if config.engine.preempt_seconds is not None else 0
     weights = sizes_of(config, model, True).weights
+    processes = replicas * config.engine.processes(config.cluster.gpus_per_replica)
     lines = [
         Line("node", NODE_BYTES, "estimated, for Ray and a gateway"),
-        Line("process", replicas * PROCESS_BYTES, f"estimated, of {replicas} replica(s)"),
+        Line("process", processes * PROCESS_BYTES, f"estimated, of {replicas} replica(s)"),
         Line("object store", store, "Ray's, in /dev/shm"),
     ]
     later = [
@@ -102,5 +103,6 @@ def pod_memory(config: Config, model: ModelShape, replicas: int, on_gpu: bool) -
         needed = sum(line.bytes for line in host_lines(config, model, replicas, OBJECT_STORE_BYTES))
     else:
         weights = sizes_of(config, model, False).weights
-        needed = NODE_BYTES + OBJECT_STORE_BYTES + replicas * (PROCESS_BYTES + weights + (1 << 30))
+        process = config.engine.processes(0) * PROCESS_BYTES
+        needed = NODE_BYTES + OBJECT_STORE_BYTES + replicas * (process + weights + (1 << 30))
     return math.ceil(1.1 * needed / (1 << 30)) << 30

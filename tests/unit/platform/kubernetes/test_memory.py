@@ -12,7 +12,7 @@ from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape, config_file
 from warmkv.platform.kubernetes import memory
 from warmkv.policies import memory_plan
-from warmkv.policies.memory_plan import DeviceMemory, MemoryPlan, MemoryPlanError
+from warmkv.policies.memory_plan import PROCESS_BYTES, DeviceMemory, MemoryPlan, MemoryPlanError
 from warmkv.replicas import device_memory
 from warmkv.replicas.loading.load import load_model
 
@@ -68,6 +68,16 @@ def test_host_memory_is_that_of_the_weights_on_their_way_or_of_the_tiers() -> No
     assert memory.pod_memory(config, TINY, 1, True) in range(22 * GIB, 27 * GIB, GIB)
     assert memory.pod_memory(config, TINY, 2, True) > memory.pod_memory(config, TINY, 1, True) + 20 * GIB
     assert memory.pod_memory(Config(), TINY, 2, False) in range(5 * GIB, 8 * GIB, GIB)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "processes"), [("warmkv", 1, 1), ("vllm", 0, 3), ("vllm", 0.5, 3), ("vllm", 4, 6)]
+)
+def test_the_processes_of_an_engine_count(kind: str, gpus: float, processes: int) -> None:
+    """Count vLLM's engine core and a worker for each GPU beside a replica's own."""
+    config = parse({"engine": {"kind": kind}, "cluster": {"gpus_per_replica": gpus}})
+    (line,) = [line for line in memory.host_lines(config, TINY, 2, GIB) if line.name == "process"]
+    assert line.bytes == 2 * processes * PROCESS_BYTES
 
 
 def test_ray_has_its_object_store_beside_replicas() -> None:
