@@ -46,9 +46,10 @@ class PrefixCacheConfig(Section):
     storage: BlockStorage = Field("model", description="format of blocks on the device; all but model change answers")
     host: TierConfig = Field(TierConfig(), description="host memory, pinned where the device is a GPU")
     disk: DiskConfig = Field(DiskConfig(), description="files that survive a restart")
-    moving_bytes: ByteSize = Field(
-        ByteSize(256 << 20),
-        description="limit of evicted blocks that are not in a lower tier yet; more are dropped",
+    moving_bytes: AutoBytes = Field(
+        "auto",
+        description="limit of evicted blocks that are not in a lower tier yet; more are dropped. auto: the KV of the "
+        "longest prompt, up to an eighth of the memory for slots and stored prefixes",
     )
     tenant_share: float = Field(
         0.0,
@@ -73,6 +74,16 @@ class PrefixCacheConfig(Section):
     def memory_limit(self) -> int:
         """Return memory_bytes. Raises RuntimeError while it is auto."""
         return planned(self.memory_bytes, "prefix_cache.memory_bytes")
+
+    @property
+    def moving_limit(self) -> int:
+        """Return moving_bytes. Raises RuntimeError while it is auto."""
+        return planned(self.moving_bytes, "prefix_cache.moving_bytes")
+
+    @property
+    def lower_bytes(self) -> int:
+        """Return the limits of the tiers below the device, together."""
+        return int(self.host.memory_bytes) + int(self.disk.memory_bytes) if self.enabled else 0
 
     @model_validator(mode="after")
     def _check(self) -> PrefixCacheConfig:

@@ -16,6 +16,7 @@ from warmkv.config import EngineConfig, PrefixCacheConfig
 from warmkv.faults import UserError
 from warmkv.model_shape import ModelShape
 from warmkv.policies.slot_sizes import KVShape
+from warmkv.policies.tiers import weight
 
 CUDA_CONTEXT_BYTES = 512 << 20
 """What a process takes on a GPU before its first tensor: context, kernels, library workspaces."""
@@ -50,6 +51,12 @@ service: other programs run there, too."""
 
 MACHINE_LEAST = 3 << 29
 """They may have 1.5 GiB in any case, as far as that is free: 1 GiB for slots and 512 MiB for stored prefixes."""
+
+MOVING_SHARE = 1 / 8
+"""Share of the room for slots and stored prefixes that evicted blocks may take on their way to lower tiers, at most."""
+
+MOVING_LEAST = 256 << 20
+"""They may have so much in any case, if the longest prompt and the lower tiers do."""
 
 CHUNK_FACTOR = 3
 """Slots have room for so many times the KV of a chunk at least: its workspace, and a slot rounded up."""
@@ -140,6 +147,7 @@ class MemoryPlan:
     most: int  # bytes that the certain lines may take together
     kv: Limit  # engine.kv_bytes
     stored: Limit  # prefix_cache.memory_bytes
+    moving: Limit  # prefix_cache.moving_bytes
     prompt_tokens: int  # longest prompt whose attention was counted
 
     @property
@@ -161,8 +169,9 @@ class MemoryPlan:
         )
 
     def sized(self, cache: PrefixCacheConfig) -> PrefixCacheConfig:
-        """Return the settings of the prefix cache with the limit of this plan."""
-        return cache.model_copy(update={"memory_bytes": ByteSize(self.stored.bytes)})
+        """Return the settings of the prefix cache with the limits of this plan."""
+        limits = {"memory_bytes": ByteSize(self.stored.bytes), "moving_bytes": ByteSize(self.moving.bytes)}
+        return cache.model_copy(update=limits)
 
     def table(self) -> str:
         """Return a line of text an item, for people."""
@@ -209,13 +218,18 @@ def plan(
     own = engine.has_own_kernels or not on_gpu
     given = given_by(memory, engine)
     fixed = _fixed(memory, sizes, engine, cache)
-    room = given.bytes - sum(line.bytes for line in fixed)
-    if not on_gpu:  # estimates leave slots and prefixes as much as they would have of a machine without a limit
-        certain = given.bytes - sum(line.bytes for line in fixed if line.certain)
-        room = max(room, min(certain, int(MACHINE_SHARE * given.bytes)))
     token = attention_bytes(sizes, engine.tokens_per_step(on_gpu=on_gpu)) if own else 0.0
     if attention_token_bytes is not None:
         token = max(attention_token_bytes, _scoring_bytes(shape))
+    room = given.bytes - sum(line.bytes for line in fixed)
+    left = room - _set_bytes(engine, cache) - token * max_context
+    moving = moving_limit(cache, shape, max_context, min(MOVING_SHARE * room, left))
+    if cache.lower_bytes:
+        fixed.append(Line("moving", moving.bytes, f"prefix_cache.moving_bytes{', auto' * moving.auto}", on_gpu))
+        room -= moving.bytes
+    if not on_gpu:  # estimates leave slots and prefixes as much as they would have of a machine without a limit
+        certain = given.bytes - sum(line.bytes for line in fixed if line.certain)
+        room = max(room, min(certain, int(MACHINE_SHARE * given.bytes)))
     kv, stored = _limits(memory, shape, engine, cache, room, token, max_context)
     prompt = min(max_context, kv.bytes // shape.token_bytes)
     lines = list(fixed)
@@ -226,7 +240,7 @@ def plan(
         Line("slots", kv.bytes, f"engine.kv_bytes{', auto' * kv.auto}"),
         Line("prefixes", stored.bytes, f"prefix_cache.memory_bytes{', auto' * stored.auto}"),
     ]
-    return MemoryPlan(memory.name, given, tuple(lines), most_of(memory, engine), kv, stored, prompt)
+    return MemoryPlan(memory.name, given, tuple(lines), most_of(memory, engine), kv, stored, moving, prompt)
 
 
 def given_by(memory: DeviceMemory, engine: EngineConfig) -> Line:
@@ -282,9 +296,24 @@ def _fixed(memory: DeviceMemory, sizes: ModelSizes, engine: EngineConfig, cache:
             lines.append(Line("parked", int(engine.parked_bytes), "engine.parked_bytes", False))
         if cache.enabled and cache.host.memory_bytes:
             lines.append(Line("host tier", int(cache.host.memory_bytes), "prefix_cache.host.memory_bytes"))
-    if cache.enabled and (cache.host.memory_bytes or cache.disk.memory_bytes):
-        lines.append(Line("moving", int(cache.moving_bytes), "prefix_cache.moving_bytes", on_gpu))
     return lines
+
+
+def _set_bytes(engine: EngineConfig, cache: PrefixCacheConfig) -> int:
+    """Return the bytes of slots and stored prefixes that are set, and not `auto`."""
+    kv = 0 if engine.kv_bytes == "auto" else engine.kv_limit
+    return kv + (0 if cache.memory_bytes == "auto" or not cache.enabled else cache.memory_limit)
+
+
+def moving_limit(cache: PrefixCacheConfig, shape: KVShape, max_context: int, most: float = math.inf) -> Limit:
+    """Return the limit of evicted blocks on their way to lower tiers: that of the longest prompt, if `most` allows.
+
+    Storing a prompt evicts as much as it takes at once, before a thread has copied any of it.
+    """
+    if cache.moving_bytes != "auto":
+        return Limit(int(cache.moving_bytes), False)
+    longest = weight(cache.storage, shape)(max_context * shape.token_bytes, max_context)
+    return Limit(int(min(longest, cache.lower_bytes, max(most, MOVING_LEAST))), True)
 
 
 def _limits(

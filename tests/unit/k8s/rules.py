@@ -24,6 +24,9 @@ WEIGHT_BYTES = {
 }
 """Of the models that the overlays serve, in the dtype of their files."""
 
+LONGEST_PROMPT_BYTES = {"Qwen/Qwen3-8B": 40_960 * 147_456}
+"""KV of the longest prompt, in bfloat16: as much is on its way to lower tiers at most."""
+
 LEAVING_SECONDS = 10
 """Time for Ray to end when all have left its node."""
 
@@ -104,7 +107,7 @@ def memory_holds_the_plan(manifests: Manifests) -> Iterator[str]:
     config = manifests.config
     cache = config.prefix_cache
     weights = WEIGHT_BYTES[config.model.path]
-    kept = int(cache.host.memory_bytes) + (int(cache.moving_bytes) if cache.host.memory_bytes else 0)
+    kept = int(cache.host.memory_bytes) + (LONGEST_PROMPT_BYTES[config.model.path] if cache.host.memory_bytes else 0)
     kept += int(config.engine.parked_bytes) if config.engine.preempt_seconds is not None else 0
     for group in manifests.workers:
         for box in group["template"]["spec"]["containers"]:

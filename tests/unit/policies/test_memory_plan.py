@@ -111,6 +111,38 @@ def test_explicit_sizes_stand_and_are_subtracted_from_what_auto_has():
     assert off.kv.bytes > auto.kv.bytes
 
 
+TIERS = {"host": {"memory_bytes": 64 * GIB}}
+
+
+def test_blocks_on_their_way_to_lower_tiers_may_take_as_much_as_the_longest_prompt():
+    prompt = 8_192 * LLAMA_8B.shape.token_bytes
+    for memory in (gpu(80 * GB), group(200 * GB)):
+        found = planned(memory, context=8_192, cache=TIERS)
+        assert bytes_of(found)["moving"] == found.moving.bytes == prompt
+        assert found.sized(PrefixCacheConfig(**TIERS)).moving_limit == prompt
+    fp8 = planned(gpu(80 * GB), context=8_192, cache=TIERS | {"storage": "fp8"})
+    assert fp8.moving.bytes == prompt / 2
+    small = planned(gpu(80 * GB), context=8_192, cache={"host": {"memory_bytes": GIB // 2}})
+    assert small.moving.bytes == GIB // 2
+    explicit = planned(gpu(80 * GB), context=8_192, cache=TIERS | {"moving_bytes": 12345})
+    assert bytes_of(explicit)["moving"] == explicit.moving.bytes == 12345
+    assert "moving" not in bytes_of(planned(gpu(80 * GB), context=8_192))
+
+
+def test_what_is_on_its_way_to_lower_tiers_leaves_room_for_slots():
+    """Of contexts that would take much of the GPU, and of sizes that are set."""
+    flash = {"attention_token_bytes": 2_048}
+    found, without = (planned(gpu(80 * GB), cache=cache, **flash) for cache in (TIERS, {}))
+    both = without.kv.bytes + without.stored.bytes
+    assert both / 9 < found.moving.bytes < both / 7
+    assert found.kv.bytes + found.stored.bytes + found.moving.bytes == pytest.approx(both, rel=0.01)
+    found.check()
+    full = planned(gpu(80 * GB), engine={"kv_bytes": 40 * GB}, cache=TIERS | {"memory_bytes": 12 * GB}, **flash)
+    full.check()
+    assert 256 << 20 < full.moving.bytes < both / 9
+    assert planned(gpu(18 * GB + GIB), cache=TIERS, **flash).moving.bytes == 256 << 20
+
+
 def test_a_limit_says_who_chose_it():
     found = planned(machine(8 * GIB), TINY, 4096, cache={"memory_bytes": 1234})
     assert str(found.kv) == f"auto = {found.kv.bytes} bytes"

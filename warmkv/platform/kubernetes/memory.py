@@ -71,13 +71,14 @@ def host_lines(config: Config, model: ModelShape, replicas: int, store: int) -> 
     """Return what a pod with replicas on GPUs, and an object store of so many bytes, takes of the host's memory.
 
     Weights pass through it while they are loaded, of all replicas at once where they start together; what the tiers
-    hold comes after that.
+    hold comes after that. The longest prompt may be on its way between them: which GPU would allow less is not known.
     """
     cache = config.prefix_cache
     tier = int(cache.host.memory_bytes) * cache.enabled
-    moving = int(cache.moving_bytes) if cache.enabled and (tier or cache.disk.memory_bytes) else 0
+    sizes, context = sizes_of(config, model, True), config.engine.max_context or model.context or CONTEXT
+    moving = memory_plan.moving_limit(cache, sizes.shape, context).bytes if cache.lower_bytes else 0
     parked = int(config.engine.parked_bytes) if config.engine.preempt_seconds is not None else 0
-    weights = sizes_of(config, model, True).weights
+    weights = sizes.weights
     processes = replicas * config.engine.processes(config.cluster.gpus_per_replica)
     lines = [
         Line("node", NODE_BYTES, "estimated, for Ray and a gateway"),

@@ -10,7 +10,7 @@ from warmkv.policies.prefix_tree.held import HeldBlock
 from warmkv.replicas.block_store import disk
 from warmkv.replicas.block_store.formats import Packed
 from warmkv.replicas.block_store.io_threads import Jobs
-from warmkv.replicas.block_store.tiers import Move, TierStorage
+from warmkv.replicas.block_store.tiers import Move, TierStorage, computed_event
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,14 @@ class Moves:
             place.blocks[key] = packed
             return
         move = place.arriving[key] = Move(packed)
-        folder = place.folder
+        folder, computed = place.folder, computed_event(packed)
         header = disk.header(block, place.storage_of(packed), self._clock(), self._wall_clock())
 
         def job() -> Packed | None:
             wanted = move.packed  # the engine's thread may give it up meanwhile
             if wanted is None:
                 return None
-            kept = place.converted(wanted)
+            kept = place.converted(wanted, computed)
             if folder is None:
                 return kept
             folder.write(kept, header)

@@ -72,7 +72,8 @@ class BlockStore:
         self.places = [TierStorage(tier, self._device_of(tier.name), self._dtype) for tier in tiers]
         self._presence = Presence([tier.name for tier in tiers], self.block_size, publish)
         self._lost: list[set[bytes]] = [set() for _ in tiers]  # of each tier, to be given up
-        self._moves = Moves(self.places, int(config.moving_bytes), self._jobs, self._not_moved, clock, wall_clock)
+        most = config.moving_limit if len(tiers) > 1 else 0
+        self._moves = Moves(self.places, most, self._jobs, self._not_moved, clock, wall_clock)
         for at, place in enumerate(self.places):
             place.pinned = place.tier.name == "host" and device.type == "cuda"
             if place.tier.name == "disk":

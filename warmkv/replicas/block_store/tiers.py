@@ -50,13 +50,19 @@ class TierStorage:
         return self.folder is None and alike and packed.parts[0].device == self.device
 
     @torch.inference_mode()
-    def converted(self, packed: Packed) -> Packed:
-        """Convert a block to this tier's format. From a GPU it is copied on a side stream and waited for."""
+    def converted(self, packed: Packed, computed: torch.cuda.Event | None = None) -> Packed:
+        """Convert a block to this tier's format. From a GPU it is copied on a side stream and waited for.
+
+        The copy begins after `computed`, or else when all that has been launched by now is done.
+        """
         source = packed.parts[0].device
         if source.type != "cuda" or self.device.type == "cuda":
             return repack(packed, self.tier.storage, self.dtype).map(lambda part: part.to(self.device))
         beside = torch.cuda.Stream(source)  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.default_stream(source))
+        if computed is not None:
+            beside.wait_event(computed)
+        else:
+            beside.wait_stream(torch.cuda.default_stream(source))
         with torch.cuda.stream(beside):
             kept = repack(packed, self.tier.storage, self.dtype).map(self._to_host)
         beside.synchronize()
@@ -65,3 +71,13 @@ class TierStorage:
     def _to_host(self, part: Tensor) -> Tensor:
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=self.pinned)
         return host.copy_(part, non_blocking=True)
+
+
+def computed_event(packed: Packed) -> torch.cuda.Event | None:
+    """Record an event after what has been launched so far, with which a block on a GPU is there; of others None."""
+    source = packed.parts[0].device
+    if source.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.default_stream(source))
+    return event

@@ -105,6 +105,7 @@ class PagedSlab(Slab):
         """Claim neighbouring rows for all KV heads of a slot; the table of rows may be another one then."""
         heads = self._shape.kv_heads
         row = next((row for row in range(0, self.rows, heads) if self.state.owner[row] == FREE), self.rows)
+        self._reserve(row + heads, 0)  # first, since memory may run out: steps look up all rows in the table
         if row == self.rows:
             self.state = RowTable.join([self.state, RowTable.of_kind(KIND, heads)])[0]
             self.rows += heads

@@ -24,24 +24,24 @@ class StepBuffer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._room = dict.fromkeys(SECTIONS, 0)
         self.moves = self.uploads = 0
-        self._move()
+        self._move(dict.fromkeys(SECTIONS, 0))
 
     def reserve(self, **numbers: int) -> bool:
         """Give sections room for so many numbers; return True if all have moved and must be written again."""
         lacking = {section: count for section, count in numbers.items() if count > self._room[section]}
-        for section, count in lacking.items():
-            self._room[section] = max(ALIGNED, 1 << (count - 1).bit_length())
         if lacking:
-            self._move()
+            grown = {section: max(ALIGNED, 1 << (count - 1).bit_length()) for section, count in lacking.items()}
+            self._move(self._room | grown)
         return bool(lacking)
 
-    def _move(self) -> None:
-        ends = np.cumsum(list(self._room.values())).tolist()
-        self._at = {section: slice(end - self._room[section], end) for section, end in zip(SECTIONS, ends, strict=True)}
-        self._copies = [_HostCopy(ends[-1], self._device) for _ in range(2)]
+    def _move(self, room: dict[str, int]) -> None:
+        """Move to memory with so much room. If memory runs out, nothing has changed."""
+        ends = np.cumsum(list(room.values())).tolist()
+        copies = [_HostCopy(ends[-1], self._device) for _ in range(2)]
         self._on_device = torch.zeros(ends[-1], dtype=torch.int64, device=self._device)
+        self._room, self._copies = room, copies
+        self._at = {section: slice(end - room[section], end) for section, end in zip(SECTIONS, ends, strict=True)}
         self._written = 0  # numbers that the next upload takes
         self.moves += 1
 

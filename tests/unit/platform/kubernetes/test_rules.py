@@ -319,7 +319,7 @@ BROKEN: list[tuple[Callable[[Overlay], None], str, str, str, str]] = [
     ),
     (group_without_gpu, "gpu_workers", GROUPS, "1 GPU (cluster.groups.gpus.cluster.gpus_per_replica)", "set cluster.g"),
     (host_tier_too_large, "memory_fits", f"{BOX}.resources.limits.memory", "host tier 20.00 GiB", "raise it to 23Gi"),
-    (object_store_by_default, "memory_fits", f"{BOX}.res", "needs 18.30 GiB", "to 20Gi or more, or set object-s"),
+    (object_store_by_default, "memory_fits", f"{BOX}.res", "needs 18.06 GiB", "to 19Gi or more, or set object-s"),
     (no_limit, "memory_fits", f"{BOX}.resources.limits.memory", "no limit", "16Gi"),
     (slots_beyond_the_gpu, "memory_fits", f"{POD}.nodeSelector", "does not fit its share of an H100-SXM", "lower"),
     (slots_beyond_the_pod, "memory_fits", f"{BOX}.resources.limits.memory", "does not fit", "raise it to"),

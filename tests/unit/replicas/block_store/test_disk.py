@@ -15,6 +15,7 @@ import torch
 
 from tests.unit.replicas.block_store.harness import BLOCK, CPU, IDENTITY, TOKEN, ByHand, Harness, Prompt
 from warmkv.config import PrefixCacheConfig
+from warmkv.policies.memory_plan import moving_limit
 from warmkv.policies.prefix_tree.radix import RadixTree
 from warmkv.policies.tiers import Tier
 from warmkv.replicas.block_store import BlockStore, disk
@@ -215,6 +216,22 @@ def test_what_cannot_be_written_for_want_of_a_place_is_dropped(tmp_path):
     assert len(harness.files()) == 3
 
 
+def test_a_whole_prompt_that_is_evicted_at_once_comes_to_the_tier_below(tmp_path):
+    """With moving_bytes as a memory plan has it, however slow the thread is."""
+    disk = {"memory_bytes": 1 << 20, "path": tmp_path}
+    most = moving_limit(PrefixCacheConfig.model_validate({"disk": disk}), IDENTITY.shape, max_context=24)
+    harness = Harness(tmp_path, moving_bytes=most.bytes, host={"memory_bytes": 0}, disk=disk)
+    long = Prompt("a", list(range(24)))
+    harness.write(long, {})
+    harness.write(Prompt("a", list(range(100, 124))), {})
+    assert harness.store.moving == 6
+    assert not sum(harness.store.lost.values())
+    harness.check_at_rest()
+    assert len(harness.files()) == 6
+    harness.look_up(long, [])
+    assert harness.held[-1][1].match.tokens == 24
+
+
 def test_files_that_do_not_come_in_time_are_computed(tmp_path):
     harness = Harness(tmp_path, 3.0, memory_bytes=4 * BLOCK * TOKEN, host={"memory_bytes": 0})
     old = Prompt("a", list(range(14)))
@@ -305,7 +322,7 @@ def test_a_request_that_leaves_while_its_files_are_read_leaves_nothing_behind(tm
 def test_a_tier_that_cannot_be_used_is_told_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     disk = {"memory_bytes": 1 << 20, "path": tmp_path / "file"}
-    config = PrefixCacheConfig.model_validate({"memory_bytes": 1 << 20, "disk": disk})
+    config = PrefixCacheConfig.model_validate({"memory_bytes": 1 << 20, "moving_bytes": 1 << 20, "disk": disk})
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         BlockStore(config, IDENTITY, CPU, lambda: 0.0, io_threads=ByHand())
 

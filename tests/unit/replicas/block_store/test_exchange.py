@@ -31,7 +31,9 @@ class Clock:
 
 def make(now: float = 0.0, blocks: float = 100, **cache: Any) -> BlockStore:
     size = int(blocks * BLOCK * TOKEN)
-    config = {"block_size": BLOCK, "min_tokens": 1, "memory_bytes": size, "ttls": LIVES, **cache}
+    config = {
+        "block_size": BLOCK, "min_tokens": 1, "memory_bytes": size, "moving_bytes": 1 << 28, "ttls": LIVES, **cache
+    }  # fmt: skip
     return BlockStore(PrefixCacheConfig.model_validate(config), IDENTITY, CPU, Clock(now))
 
 

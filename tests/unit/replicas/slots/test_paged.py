@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from tests.unit.replicas import paging
 from tests.unit.replicas.conftest import Driver, make_request
 from tests.unit.replicas.engine.test_engine import prompt
 from tests.unit.replicas.engine.test_preemption import Clock, crowd, of
-from warmkv.policies.slot_sizes import RowKind, slot_bytes
+from warmkv.policies.slot_sizes import KVShape, RowKind, slot_bytes
 from warmkv.policy_spec import PolicySpec
 from warmkv.replicas.loading.load import LoadedModel
 from warmkv.replicas.protocol import Failed, GenerateRequest
@@ -187,6 +188,18 @@ def test_a_page_that_cannot_be_allocated_ends_the_youngest_and_the_others_go_on(
     assert slab.is_empty
     assert busy.told["2"][-1] == Failed("OutOfMemoryError", "replica")
     assert [busy.tokens(str(at)) for at in range(2)] == [in_slabs(30), in_slabs(31)]
+
+
+def test_a_slot_that_gets_no_pages_leaves_steps_of_others_their_table() -> None:
+    shape = KVShape(1, 8, 16, 4)
+    slab, full = (PagedSlab(shape, SIZE, torch.float32, torch.device("cpu")) for _ in range(2))
+    slab.release(slab.take_rows(0))  # its hand-off failed
+    assert slab.written(np.zeros(slab.rows, dtype=np.int64)).shape == (2, 8)
+    full.table = Mock(shape=full.table.shape, new_zeros=Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        full.take_rows(0)
+    assert (full.rows, full.pages) == (0, {})
+    assert full.written(np.zeros(0, dtype=np.int64)).shape == (2, 0)
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

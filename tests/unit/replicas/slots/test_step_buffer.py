@@ -56,6 +56,30 @@ def test_it_moves_only_when_a_part_has_to_grow() -> None:
     assert buffer.moves == moves + 1
 
 
+def test_it_stays_as_it_is_where_memory_runs_out_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = StepBuffer(torch.device("cpu"))
+    buffer.reserve(tokens=4, facts=2)
+    buffer.write("facts")[:2] = 7, 8
+    buffer.upload()
+    zeros, moves = torch.zeros, buffer.moves
+
+    def on_the_host_alone(*given: Any, **more: Any) -> torch.Tensor:
+        if "device" in more:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(*given, **more)
+
+    monkeypatch.setattr(torch, "zeros", on_the_host_alone)
+    with pytest.raises(torch.OutOfMemoryError):
+        buffer.reserve(tokens=100)
+    monkeypatch.undo()
+    assert buffer.moves == moves
+    buffer.write("tokens")[:2] = 1, 2
+    buffer.upload()
+    assert [buffer.on_device(name)[:2].tolist() for name in ("tokens", "facts")] == [[1, 2], [7, 8]]
+    assert buffer.reserve(tokens=100)  # as soon as there is memory
+    assert len(buffer.write("tokens")) == 128
+
+
 def test_batches_are_padded_as_vllm_pads_them() -> None:
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     for batch in range(1, 513):

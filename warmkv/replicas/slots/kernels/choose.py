@@ -110,7 +110,9 @@ def choose_entries(
         inside = (heads < G)[:, None] & (at < segments)[None, :]
         found = tl.load(logits + at[None, :], mask=inside, other=float("-inf"))
         shares = tl.exp2(found - peak[:, None]) / total[:, None]
-        tl.store(estimates + at, tl.sum(shares, 0) / G, mask=at < segments)
+        estimate = tl.sum(shares, 0) / G
+        # NaN, whose bits are above all numbers, promises nothing: as many entries are chosen as of other rows.
+        tl.store(estimates + at, tl.where(estimate == estimate, estimate, 0.0), mask=at < segments)
     tl.debug_barrier()
 
     # The greatest estimate, by its bits, of which segments with as much or more have the entries wanted.
@@ -140,9 +142,10 @@ def choose_entries(
         first = taken + tl.cumsum(takes, 0) - takes
         at = start + tl.arange(0, BLOCK)
         for entry in tl.range(0, segment):
-            tl.store(chosen + first + entry, at * segment + entry, mask=entry < takes)
+            inside = (entry < takes) & (first + entry < most_chosen)  # never behind the list, whatever is estimated
+            tl.store(chosen + first + entry, at * segment + entry, mask=inside)
         taken += tl.sum(takes, 0)
-    tl.store(chosen_counts + index, taken)
+    tl.store(chosen_counts + index, tl.minimum(taken, most_chosen))
 
 
 @triton.jit

@@ -117,7 +117,7 @@ def put(
 
 @triton.jit
 def _least(facts, numbers, count, row, layer, BLOCK: tl.constexpr):
-    """Return the entry with the lowest score, recent and protected ones last; of equals the oldest."""
+    """Return the entry with the lowest score, NaN first, recent and protected ones last; of equals the oldest."""
     scores = table.pointer(facts, count, row, layer, table.SCORES, tl.float32, False)
     ages = table.pointer(facts, count, row, layer, table.AGES, tl.int32, False)
     in_use = table.number(numbers, count, row, table.BEFORE).to(tl.int32)
@@ -137,7 +137,7 @@ def _least(facts, numbers, count, row, layer, BLOCK: tl.constexpr):
         both = (age.to(tl.int64) << 32) | entries
         both = tl.where((score <= least) & (entries < in_use), both, 0x7FFFFFFFFFFFFFFF)
         found = tl.minimum(found, tl.min(both, 0))
-    return found & 0xFFFFFFFF
+    return tl.minimum(found & 0xFFFFFFFF, in_use - 1)  # never behind the row, whatever its scores are
 
 
 @triton.jit
@@ -147,4 +147,5 @@ def _scored(scores, ages, start, in_use, oldest, early, unseen, BLOCK: tl.conste
     age = tl.load(ages + entries, mask=used, other=0)
     score = tl.load(scores + entries, mask=used, other=float("inf"))
     score = tl.where(used & ((age > oldest) | (age < early)), score + EVICTED_LAST, score)
-    return age, tl.where(used & (age <= unseen), float("-inf"), score)
+    # NaN compares with nothing: no entry would be found.
+    return age, tl.where((used & (age <= unseen)) | (score != score), float("-inf"), score)
