@@ -38,8 +38,10 @@ LEAST_QUALITY = 0.99
 MOST_POLICIES = 3
 UNMEASURED = "snapkv@0.2"
 """A policy to show what compression would save, where its quality was not measured."""
-IMPROVING = 0.99
-"""Doubling goes on while it lowers what exceeds a limit to this share of it at least."""
+GROWING = ("dollars_month", "gpu_", "replicas_")
+"""Figures, by how they begin, that more replicas raise: limits on them are checked on what the others need."""
+LOAD = ("e2e_p50", "refused")
+"""Figures that more replicas move under overload, where a share of requests may be 0 with twice as many."""
 REPLICAS, GPU, POLICY = "cluster.replicas", "simulator.gpu", "compression.policy"
 MOST_CHEAPER = 3
 
@@ -260,7 +262,7 @@ class Search:
         for label in policies if chosen.replicas > 1 else ():
             choice = {**chosen.choice, POLICY: label}
             found.append(search._fewest(one, choice, chosen.replicas - 1, chosen.replicas - 1))
-        return tuple(trial for trial in found if trial is not None)
+        return tuple(trial for trial in found if trial is not None and trial.met)
 
     def attempt(self, one: Machine, replicas: int, choice: Settings) -> SizingTrial:
         """Replay a deployment, once."""
@@ -282,9 +284,9 @@ class Search:
             if best is None:
                 near = self._nearest(one)
                 trial = self.attempt(one, near.replicas, tried)
-                if trial.met:
+                if not self._missed(trial):
                     best = self._fewest(one, tried, near.replicas, near.replicas)
-                if trial.excess < near.excess:
+                if self._missed_by(trial) < self._missed_by(near):
                     choice = tried
             elif best.replicas > 1:
                 better = self._fewest(one, tried, best.replicas - 1, best.replicas - 1)
@@ -294,16 +296,27 @@ class Search:
                     best, choice = better, tried
         if best is None and choice:
             best = self._fewest(one, choice, self._nearest(one).replicas, self.most)
-        return best
+        return best if best is not None and best.met else None
 
     def _nearest(self, one: Machine) -> SizingTrial:
         own = [trial for trial in self.trials.values() if trial.gpu == one.gpu.name]
-        return min(own, key=lambda trial: trial.excess)
+        return min(own, key=self._missed_by)
 
-    def _improves(self, before: SizingTrial, after: SizingTrial) -> bool:
-        """Return True if a limit that was missed is nearer now."""
-        pairs = [(limit.excess(before.figures), limit.excess(after.figures)) for limit in self.limits]
-        return any(then > 0 and now < IMPROVING * then for then, now in pairs)
+    def _missed(self, trial: SizingTrial) -> list[TuneConstraint]:
+        """Return the missed limits that more replicas can help to keep."""
+        return [
+            limit
+            for limit in self.limits
+            if not (limit.name.startswith(GROWING) and limit.sign in ("<", "<=")) and not limit.met(trial.figures)
+        ]
+
+    def _missed_by(self, trial: SizingTrial) -> float:
+        return sum(limit.excess(trial.figures) for limit in self._missed(trial))
+
+    def _moves(self, before: SizingTrial, after: SizingTrial) -> bool:
+        """Return True if twice the replicas change a figure whose limit is missed, or the load."""
+        names = {*(limit.name for limit in self._missed(before)), *LOAD}
+        return any(before.figures.get(name) != after.figures.get(name) for name in names)
 
     def _fewest(
         self,
@@ -312,23 +325,23 @@ class Search:
         first: int,
         most: int,
     ) -> SizingTrial | None:
-        """Return the trial with the fewest replicas, up to `most`, that is within the limits; None if none is.
+        """Return the trial with the fewest replicas, up to `most`, within the limits that replicas help to keep.
 
-        Begins with `first`, doubles while that helps, then halves what lies between the last outside and the first
-        within.
+        Begins with `first`, doubles while that changes anything, then halves what lies between the last outside and the
+        first within. Returns None if none is.
         """
         bad, count, before = 0, first, None
-        while not (found := self.attempt(one, count, choice)).met:
-            if count >= most or (before is not None and not self._improves(before, found)):
+        while self._missed(found := self.attempt(one, count, choice)):
+            if count >= most or (before is not None and not self._moves(before, found)):
                 return None
             bad, count, before = count, min(2 * count, most), found
         while found.replicas - bad > 1:
             middle = (bad + found.replicas) // 2
             trial = self.attempt(one, middle, choice)
-            if trial.met:
-                found = trial
-            else:
+            if self._missed(trial):
                 bad = middle
+            else:
+                found = trial
         return found
 
 

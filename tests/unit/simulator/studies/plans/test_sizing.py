@@ -132,6 +132,38 @@ def test_doubling_ends_where_it_does_not_help() -> None:
     assert [trial.replicas for trial in constant.trials.values()] == [1, 2]
 
 
+@pytest.mark.parametrize("text", ["in_slo>0.95", "goodput>9.5"])
+def test_doubling_goes_on_while_a_share_is_small_or_zero(text: str) -> None:
+    """Find the replicas for a share of requests that overload keeps at 0, then lets grow by less than its limit."""
+
+    def evaluate(settings: dict[str, Any]) -> dict[str, float | None]:
+        replicas = settings["cluster.replicas"]
+        share = 0.0 if replicas < 4 else min(1.0, 0.005 * replicas if replicas < 13 else 0.06 * replicas)
+        return {"in_slo": share, "goodput": 10 * share, "e2e_p50": 60 / replicas, "dollars_month": replicas * 2190.0}
+
+    limits = limits_of(text, configure([]), False)
+    chosen = Search(evaluate, limits).run(MACHINES[:1], lambda one: []).chosen
+    assert chosen is not None
+    assert chosen.replicas == 16
+
+
+def test_limits_that_grow_with_replicas_are_checked_on_what_the_others_need() -> None:
+    def evaluate(settings: dict[str, Any]) -> dict[str, float | None]:
+        replicas = settings["cluster.replicas"]
+        ttft = (2.0 if settings.get("engine.max_slots") == 64 else 2.7) / replicas
+        return {"ttft_p99": ttft, "refused": 0.0, "dollars_month": replicas * 2190.0, "gpu_dollars": replicas * 3.0}
+
+    def chosen(text: str, *choice: dict[str, Any]) -> int | None:
+        limits = limits_of(text, configure([]), False)
+        found = Search(evaluate, limits).run(MACHINES[:1], lambda one: list(choice)).chosen
+        return found and found.replicas
+
+    assert chosen("ttft_p99<1,dollars_month<7000") == 3
+    assert chosen("ttft_p99<1,gpu_dollars<=9") == 3
+    assert chosen("ttft_p99<1.1,dollars_month<6000") is None
+    assert chosen("ttft_p99<1.1,dollars_month<6000", {"engine.max_slots": 64}) == 2
+
+
 def test_the_same_again_replays_the_same() -> None:
     first, second = (size(({"engine.max_slots": 64},), H100=8.5, L4=30.0) for _ in range(2))
     assert first == second
