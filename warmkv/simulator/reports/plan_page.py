@@ -60,9 +60,10 @@ def document(
 
 def _of_gpu(sized: Sized, one: Machine) -> dict[str, Any]:
     best = sized.best[one.gpu.name]
-    trial = best or sized.nearest(one.gpu.name)
+    refused = sized.refusal(one)
+    trial = None if refused else best or sized.nearest(one.gpu.name)
     price = {"dollars_hour": one.gpu.dollars, "as_of": str(one.gpu.as_of), "source": one.gpu.source}
-    return {"gpu": one.gpu.name, "met": best is not None, "refused": one.refused, "price": price} | {
+    return {"gpu": one.gpu.name, "met": best is not None, "refused": refused, "price": price} | {
         "trial": trial and {**trial.to_json(), "misses": misses(trial, sized.limits)}
     }
 
@@ -77,6 +78,8 @@ def _memory(trial: SizingTrial, configure: Configure, model: ModelShape) -> dict
 
 def misses(trial: SizingTrial, limits: Sequence[TuneConstraint]) -> list[str]:
     """Return every limit that a trial misses, with its figure; of a policy of lower quality that, limited or not."""
+    if trial.refused:
+        return [trial.refused]
     missed = [limit for limit in limits if not limit.met(trial.figures)]
     said = [f"{_figure(trial, limit)} (limit {limit.sign} {limit.bound:g})" for limit in missed]
     if trial.lowered and not any(limit.name == "quality" for limit in missed):
@@ -99,8 +102,9 @@ def why(sized: Sized) -> list[str]:
     chosen = sized.chosen
     if chosen is None:
         nearest = sized.nearest()
-        if nearest is None:
-            return [f"Nothing can be planned: {'; '.join(f'{one.gpu.name}: {one.refused}' for one in sized.machines)}."]
+        if nearest is None or nearest.refused:
+            refused = "; ".join(f"{one.gpu.name}: {sized.refusal(one)}" for one in sized.machines)
+            return [f"Nothing can be planned: {refused}."]
         missed = ", ".join(misses(nearest, sized.limits))
         return [f"No deployment that was tried meets the SLO; the nearest, {named(nearest)}, has {missed}."]
     kept = ", ".join(_figure(chosen, limit) for limit in sized.limits if limit.name != "refused")
@@ -125,8 +129,8 @@ def why(sized: Sized) -> list[str]:
 
 def _beside(sized: Sized, one: Machine) -> str:
     name, best = one.gpu.name, sized.best[one.gpu.name]
-    if one.refused:
-        return f"{name}: {one.refused}."
+    if refused := sized.refusal(one):
+        return f"{name}: {refused}."
     if best is not None:
         return f"{name} needs {best.replicas} replica{'s' * (best.replicas > 1)} for ${best.dollars:,.0f}."
     nearest = sized.nearest(name)

@@ -16,6 +16,7 @@ from warmkv.config import Config
 from warmkv.faults import UserError
 from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
+from warmkv.policies.memory_plan import MemoryPlanError
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator.cluster.memory import gpus_per_replica, plan
 from warmkv.simulator.studies.pareto import front
@@ -63,7 +64,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class SizingTrial:
-    """A deployment that was replayed."""
+    """A deployment that was replayed, or that does not fit its GPU."""
 
     gpu: str
     replicas: int
@@ -73,11 +74,12 @@ class SizingTrial:
     met: bool
     excess: float  # over all limits that are missed, as shares of them together
     lowered: bool = False  # by a policy of lower or unknown quality: shown, and never chosen
+    refused: str = ""  # why it was not replayed, so that its figures are unknown
 
     @property
     def dollars(self) -> float:
         """Return the dollars of a month."""
-        return self.figures["dollars_month"] or 0.0
+        return self.figures.get("dollars_month") or 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "settings"}
@@ -105,13 +107,18 @@ class Sized:
         of = [trial for trial in self.trials if gpu in (None, trial.gpu)]
         return min(of, key=lambda trial: (trial.excess, trial.dollars), default=None)
 
+    def refusal(self, one: Machine) -> str:
+        """Return why nothing was replayed on a kind of GPU; an empty text where something was."""
+        nearest = self.nearest(one.gpu.name)
+        return one.refused or (nearest.refused if nearest else "")
+
     def cheaper(self) -> list[SizingTrial]:
         """Return what costs less than the choice: what misses limits, none of it both dearer and worse than another.
 
         After those, what keeps all limits but that of quality by another policy.
         """
         chosen = self.chosen
-        less = [one for one in self.trials if chosen is not None and one.dollars < chosen.dollars]
+        less = [one for one in self.trials if chosen is not None and one.dollars < chosen.dollars and not one.refused]
         late = [one for one in less if not one.met and not one.lowered]
         on = front([[one.dollars, one.excess] for one in late], (-1, -1)) if late else []
         first = sorted((one for one, best in zip(late, on, strict=True) if best), key=lambda one: one.excess)
@@ -122,11 +129,17 @@ Evaluate = Callable[[Settings], Figures]
 
 
 def evaluator(trace: LoadedTrace, base: Config, configure: Configure, quality: Quality) -> Evaluate:
-    """Return what replays the trace under settings: the figures of a sweep, dollars of a month, quality if known."""
+    """Return what replays the trace under settings: the figures of a sweep, dollars of a month, quality if known.
+
+    It raises MemoryPlanError where a replica does not fit its GPU.
+    """
     prompts, replays = prompt_lengths(trace.requests), Replays(trace.requests)
 
     def evaluate(settings: Settings) -> Figures:
         at = point(settings, configure)
+        for group in at.config.groups().values():
+            if (model := group.simulator.model).is_whole:
+                plan(group, model, group.simulator.gpu).check()
         (task,) = sweep.tasks_of([at], trace, base, "auto", False)
         found = replays.figures(task)
         policy = at.config.compression.policy
@@ -265,14 +278,20 @@ class Search:
         return tuple(trial for trial in found if trial is not None and trial.met)
 
     def attempt(self, one: Machine, replicas: int, choice: Settings) -> SizingTrial:
-        """Replay a deployment, once."""
+        """Replay a deployment, once; of one that does not fit its GPU keep the reason."""
         settings = {**one.settings, REPLICAS: replicas, **choice}
         key = digest(settings)
         if key not in self.trials:
-            figures = self.evaluate(settings)
+            figures, refused = Figures(), ""
+            try:
+                figures = self.evaluate(settings)
+            except MemoryPlanError as error:
+                refused = error.reason
             excess = sum(max(0.0, limit.excess(figures)) for limit in self.limits)
             met = all(limit.met(figures) for limit in self.limits)
-            self.trials[key] = SizingTrial(one.gpu.name, replicas, choice, settings, figures, met, excess, self.lowered)
+            self.trials[key] = SizingTrial(
+                one.gpu.name, replicas, choice, settings, figures, met, excess, self.lowered, refused
+            )
             self.progress(len(self.trials))
         return self.trials[key]
 
@@ -332,7 +351,7 @@ class Search:
         """
         bad, count, before = 0, first, None
         while self._missed(found := self.attempt(one, count, choice)):
-            if count >= most or (before is not None and not self._moves(before, found)):
+            if count >= most or found.refused or (before is not None and not self._moves(before, found)):
                 return None
             bad, count, before = count, min(2 * count, most), found
         while found.replicas - bad > 1:
@@ -348,7 +367,7 @@ class Search:
 def rows_of(sized: Sized, configure: Configure) -> list[SweepRow]:
     """Return the trials as rows of a sweep, which its charts draw; the front is that of dollars and what is limited."""
     rows = []
-    for number, trial in enumerate(sized.trials, start=1):
+    for number, trial in enumerate((one for one in sized.trials if not one.refused), start=1):
         at: GridPoint = point(trial.settings, configure)
         settings = {"gpu": trial.gpu, REPLICAS: trial.replicas, **trial.choice}
         values: dict[str, float | str] = {path: at.value(path) for path in (REPLICAS, *trial.choice)}

@@ -13,7 +13,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.cache.kv_shape import kv_shape
-from warmkv.simulator.cluster.memory import gpus_per_replica, resolved
+from warmkv.simulator.cluster.memory import gpus_per_replica, plan
 from warmkv.simulator.steps import roofline, step_profile
 from warmkv.simulator.steps.costs import (
     GroupTimes,
@@ -91,9 +91,8 @@ def _of_roofline(model: ModelShape, config: Config) -> tuple[StepTimes, str]:
     times = roofline.roofline(model, gpu, share)
     name = model.path.parent.name if model.path and model.path.suffix == ".json" else model.path and model.path.name
     source = f"roofline of {name or 'the model'} on {gpu.name}"
-    held = model.layer_bytes() + model.dtype_bytes * model.head_weights
-    sized = resolved(config)
-    held += sized.engine.kv_limit + sized.prefix_cache.memory_limit * config.prefix_cache.enabled
+    planned = plan(config, config.simulator.model, gpu)
+    held = model.layer_bytes() + model.dtype_bytes * model.head_weights + planned.kv.bytes + planned.stored.bytes
     if held > gpu.memory * share:
         source += (
             f"; weights, engine.kv_bytes and prefix_cache.memory_bytes take {held / 1e9:.0f} GB, "

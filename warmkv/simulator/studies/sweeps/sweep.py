@@ -16,9 +16,11 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal
 
+from pydantic import ByteSize
+
 from warmkv import __version__
 from warmkv.config import Config, parse
-from warmkv.simulator.cluster.memory import gpus_per_replica
+from warmkv.simulator.cluster.memory import KV_BYTES, STORED_BYTES, gpus_per_replica, why_unfit
 from warmkv.simulator.steps.costs import StepCost, StepTimes
 from warmkv.simulator.studies.pareto import front
 from warmkv.simulator.studies.replays import step_times
@@ -47,6 +49,7 @@ class SweepTask:
     config: Config
     variant: Variant
     times: StepTimes
+    unfit: str = ""  # why it cannot be replayed: a replica does not fit its GPU
 
 
 Runner = Callable[[Sequence[SweepTask]], Iterator[tuple[SweepTask, Figures]]]
@@ -64,6 +67,7 @@ class SweepRow:
     policy: str
     figures: dict[str, float | None]  # None: unknown
     front: bool = False  # nothing else is better on every axis
+    unfit: str = ""  # why there are no figures
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON with null for unlimited: JSON has no infinity."""
@@ -108,7 +112,7 @@ def tasks_of(
             known[chosen], _ = step_times.choose_cost(trace.requests.records, config, recorded_policy(), where)
         key = digest(point.settings, *([_own_times(point.config)] if own else []))
         variant = Variant(point.ttl, None if as_recorded else point.config.compression.policy)
-        tasks.append(SweepTask(key, point.label, point.config, variant, known[chosen]))
+        tasks.append(SweepTask(key, point.label, point.config, variant, known[chosen], why_unfit(point.config)))
     return tasks
 
 
@@ -186,11 +190,11 @@ def sweep(
 ) -> list[Figures]:
     """Replay every point and return figures in order.
 
-    Points in the folder are not repeated; finished ones are kept at once.
+    Points in the folder are not repeated; finished ones are kept at once. Those that do not fit their GPU have none.
 
     Raises SweepError.
     """
-    done: dict[str, Figures] = {}
+    done: dict[str, Figures] = {task.key: {} for task in tasks if task.unfit}
     for task in tasks:
         if (found := folder.load(task.key)) is not None:
             done[task.key] = found["figures"]
@@ -227,14 +231,22 @@ def rows_of(
         kept = None if policy is None else sweep_quality.retention(quality, policy, prompts)
         values = {path: point.value(path) for path in point.settings}
         found: dict[str, float | None] = {**served_figures(result), "quality": kept}
-        rows.append(SweepRow(number, task.key, point.settings, values, task.variant.label, found))
+        label = task.variant.label
+        rows.append(SweepRow(number, task.key, point.settings, values, label, found, unfit=task.unfit))
     return rows
 
 
 def known_figures(configs: Iterable[Config]) -> list[str]:
     """Return the names of all figures under any of the configurations: those of an empty replay, and quality."""
-    nothing = (replay([], config, [Variant()], StepCost(0.0, 0.0, 0.0))[0] for config in configs)
+    nothing = (replay([], _with_explicit_sizes(config), [Variant()], StepCost(0.0, 0.0, 0.0))[0] for config in configs)
     return [*dict.fromkeys(name for result in nothing for name in figures(result)), "quality"]
+
+
+def _with_explicit_sizes(config: Config) -> Config:
+    """Return settings whose replicas need fit no GPU."""
+    engine = config.engine.model_copy(update={"kv_bytes": ByteSize(KV_BYTES), "step_tokens": 1})
+    cache = config.prefix_cache.model_copy(update={"memory_bytes": ByteSize(STORED_BYTES)})
+    return config.model_copy(update={"engine": engine, "prefix_cache": cache})
 
 
 def names_of(rows: Iterable[SweepRow]) -> list[str]:
@@ -274,7 +286,7 @@ def without_effect(rows: Sequence[SweepRow]) -> list[str]:
     for path in paths:
         groups: dict[str, list[SweepRow]] = {}
         for row in rows:
-            if path not in row.settings:
+            if path not in row.settings or row.unfit:
                 continue
             rest = digest({other: value for other, value in row.settings.items() if other != path})
             groups.setdefault(rest, []).append(row)

@@ -208,6 +208,28 @@ def test_gpus_are_compared_by_the_roofline_of_a_model_and_by_price(trace, tmp_pa
     assert cheap["gpu_dollars"] < dear["gpu_dollars"]
 
 
+def test_a_point_that_does_not_fit_its_gpu_has_no_figures_and_a_reason(trace, tmp_path, capsys):
+    sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype_bytes": 2}
+    model = {**sizes, "intermediate": 14336, "vocabulary": 128256}
+    gpus = [{"name": "L4", "memory": memory} for memory in (12e9, 22e9)]
+    axes = {"simulator.model": [model], "simulator.gpu": gpus}
+    for _ in range(2):  # the second goes on with what is there
+        rows, asked = run(trace, tmp_path / "run", axes)
+        assert [row.unfit.partition(":")[0] for row in rows] == ["the model does not fit the memory of a replica", ""]
+        assert rows[0].figures == {"quality": None}
+        assert rows[1].figures["requests"] > 0
+    assert asked == []
+    rows = sweep.with_front(rows, ["dollars", "ttft_p99"])
+    assert [row.front for row in rows] == [False, True]
+    assert "simulator.gpu" not in sweep.without_effect(rows), "nothing was compared"
+    sweep_page.show(rows, ["dollars", "ttft_p99"], [], Console(width=200))
+    meta = {"trace": {"file": "log", "requests": 9, "sha256": ""}, "step_times": {"source": "auto"}, "warmkv": ""}
+    for shown in (capsys.readouterr().out, sweep_page.render(meta, rows, ["dollars", "ttft_p99"], [])):
+        assert f"not replayed, #1: {rows[0].unfit}" in shown
+    small = points_of(axes)[0].config
+    assert sweep.known_figures([small]) == list(rows[1].figures)
+
+
 def test_the_policy_is_that_of_the_point_unless_it_is_kept_as_recorded(trace, tmp_path):
     rows, _ = run(trace, tmp_path, {"compression.policy": ["full", "streaming_llm@0.1"]})
     full, small = rows
