@@ -275,7 +275,7 @@ def tell_left_out(broken: int, skipped: int, faults: Sequence[str], files: Seque
         errors.print(f"{broken:,} broken lines left out", style="yellow", end="")
         errors.print(f"; the first: {faults[0]}")
     if skipped:
-        errors.print(f"{skipped:,} requests left out that failed, were cancelled or ran inside another")
+        errors.print(f"{skipped:,} requests left out that failed, were cancelled, ran inside another or have no prompt")
 
 
 def split(values: Sequence[str]) -> list[str]:
