@@ -215,7 +215,7 @@ def test_a_profile_is_of_its_gpu(model: Path, trace: tuple[Path, Path], tmp_path
     for flag in (f"L4={profile}", "H200=x.json"):
         done = call("plan", "--model", model, "--slo", SLO, "--trace", trace[0], "--profile", flag)
         assert done.exit_code == 2
-        assert "write GPU=FILE, with a GPU that --gpu names (H100)" in done.stderr
+        assert "write GPU=FILE, with a GPU that --gpu names (H100-SXM)" in done.stderr
     done = call("plan", "--model", model, "--slo", SLO, "--trace", trace[0], "--profile", profile)
     assert done.exit_code == 2
     assert f"cannot read {profile}" in done.stderr
@@ -252,3 +252,30 @@ def test_a_price_of_ones_own_decides(model: Path, trace: tuple[Path, Path]) -> N
     chosen = json.loads(done.stdout)["chosen"]
     assert chosen["gpu"] == "H100-SXM"
     assert chosen["dollars_month"] == pytest.approx(chosen["replicas"] * 73)
+
+
+def test_settings_hold_throughout(model: Path, trace: tuple[Path, Path], tmp_path: Path) -> None:
+    """Take the GPU, its price, the slots and the policy of the settings, and try no others."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    row = {"task": "t", "variant": "", "length": 1000, "depth": 0.5, "sample": 0, "prompt_tokens": 1000, "score": 1.0}
+    measured = [("full", 1.0), ("snapkv", 0.3), ("snapkv", 0.5)]
+    rows = [{**row, "policy": name, "share": share, "budget": int(1000 * share)} for name, share in measured]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "results.parquet")
+    settings = ["simulator.gpu.dollars=0.1", "engine.max_slots=32", "compression.policy=snapkv@0.4"]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    options = ["--model", model, "--slo", "ttft_p99<1", "--trace", trace[0], "--eval", tmp_path, "--json"]
+    document = json.loads(call("plan", *options, *flags).stdout)
+    assert document["chosen"]["dollars_month"] == pytest.approx(document["chosen"]["replicas"] * 73)
+    assert {path.partition(".")[0] for one in document["trials"] for path in one["choice"]} == {"prefix_cache"}
+    document = json.loads(call("plan", *options, "--set", "simulator.gpu=L4", "--max-replicas", 1).stdout)
+    assert [one["gpu"] for one in document["gpus"]] == ["L4"]
+
+
+def test_a_profile_of_the_settings_is_read_and_is_of_one_gpu(model: Path, trace: tuple[Path, Path]) -> None:
+    options = ["--model", model, "--slo", SLO, "--trace", trace[0], "--set", "simulator.profile=/absent.json"]
+    assert "cannot read /absent.json" in call("plan", *options).stderr
+    for more in (["--profile", "H100=other.json"], ["--gpu", "H100", "--gpu", "L4"]):
+        done = call("plan", *options, *more)
+        assert done.exit_code == 2
+        assert "simulator.profile is of one GPU" in done.stderr

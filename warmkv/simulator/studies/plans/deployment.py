@@ -54,8 +54,16 @@ class Deployment:
     def machines(self, gpus: Sequence[str], profiles: Mapping[str, str]) -> list[Machine]:
         """Return kinds of GPU, each a name or YAML of figures, with measured step times where it has a profile.
 
-        Raises SizingError if two have one name, and GridError.
+        Without any it is that of the settings. Raises SizingError if two have one name, or if the settings name a
+        profile as well or for several kinds, and GridError.
         """
+        simulator = self.configure(()).simulator
+        if simulator.profile is not None and (profiles or len(gpus) > 1):
+            raise SizingError(
+                "simulator.profile is of one GPU, and set already: give --profile GPU=FILE for each alone"
+            )
+        if not gpus:
+            return [sizing.machine(None, profiles.get(simulator.gpu.name), self.configure, self.shape)]
         found = [
             sizing.machine(yaml.safe_load(gpu), profiles.get(gpu), self.configure, self.shape)
             for gpu in dict.fromkeys(gpus)
@@ -95,5 +103,6 @@ def plan(
         config = grid.point(machine.settings, configure).config
         return sizing.choices(config, shape, machine.gpu, host_bytes, good)
 
-    sized = search.run(machines, choices_of, lower or [sizing.UNMEASURED])
+    shown = [] if sizing.is_policy_set(configure(())) else lower or [sizing.UNMEASURED]
+    sized = search.run(machines, choices_of, shown)
     return sized, peer_plan.beside(search, sized, trace.requests, deployment.folder) if ask_peer else []

@@ -176,8 +176,12 @@ def limits_of(slo: str, config: Config, measured: bool) -> tuple[TuneConstraint,
 
 
 def machine(gpu: Any, profile: str | None, configure: Configure, model: ModelShape) -> Machine:
-    """Return a kind of GPU by its name or figures, and whether the model fits it. Raises GridError."""
-    settings: Settings = {GPU: gpu, "simulator.profile": profile}
+    """Return a kind of GPU and whether the model fits it; `gpu` is a name or figures, None for that of the settings.
+
+    Raises GridError.
+    """
+    given = {GPU: gpu, "simulator.profile": profile}
+    settings: Settings = {path: value for path, value in given.items() if value is not None}
     config = point(settings, configure).config
     found = config.simulator.gpu
     planned = plan(config, model, found)
@@ -193,16 +197,23 @@ def machine(gpu: Any, profile: str | None, configure: Configure, model: ModelSha
 def choices(config: Config, model: ModelShape, gpu: Gpu, host_bytes: int, policies: Sequence[str]) -> list[Settings]:
     """Return what may be tried beside the number of replicas, one after the other; what was set is left as it is."""
     engine, cache = config.engine, config.prefix_cache
-    found: list[Settings] = [{"engine.max_slots": slots} for slots in SLOTS if slots > engine.max_slots]
+    found: list[Settings] = []
+    if "max_slots" not in engine.model_fields_set:
+        found += [{"engine.max_slots": slots} for slots in SLOTS if slots > engine.max_slots]
     if cache.enabled and cache.memory_bytes == "auto":
         planned = plan(config, model, gpu)
         free = planned.kv.bytes + planned.stored.bytes
         found += [{"prefix_cache.memory_bytes": f"{int(free * share) >> 20}MiB"} for share in STORED]
     if cache.enabled and host_bytes and not cache.host.memory_bytes:
         found.append({"prefix_cache.host.memory_bytes": f"{host_bytes >> 20}MiB"})
-    if not all(group.batches_as_vllm for group in config.groups().values()):
+    if not (is_policy_set(config) or all(group.batches_as_vllm for group in config.groups().values())):
         found += [{POLICY: label} for label in policies]
     return found
+
+
+def is_policy_set(config: Config) -> bool:
+    """Return True if the settings name the policy that everything is replayed with."""
+    return "policy" in config.compression.model_fields_set
 
 
 def policies_of(quality: Quality, prompts: Mapping[int, int], least: float) -> tuple[list[str], list[str]]:
