@@ -43,6 +43,7 @@ def document(
         "slo": [limit.text for limit in sized.limits],
         "why": why(sized),
         "chosen": chosen and {**chosen.to_json(), "dollars_month": chosen.dollars},
+        "step_times": list(sized.step_times),
         "memory": chosen and _memory(chosen, configure, model),
         "gpus": gpus,
         "peer": [
@@ -170,8 +171,14 @@ def show(document: dict[str, Any], console: Console) -> None:
             lines.add_row(*row)
         show_table(lines, console)
     console.print()
-    for sentence in [*document["why"], *(one["says"] for one in document["peer"])]:
+    for sentence in _sentences(document):
         console.print(sentence)
+
+
+def _sentences(document: dict[str, Any]) -> list[str]:
+    """Return the reasons, a peer's plans, and where step times come from."""
+    times = [f"Step times: {said}." for said in document["step_times"]]
+    return [*document["why"], *(one["says"] for one in document["peer"]), *times]
 
 
 def _gpu_rows(document: dict[str, Any]) -> list[list[str]]:
@@ -208,7 +215,7 @@ def render(document: dict[str, Any], sized: Sized, configure: Configure) -> str:
         f"<h1>Plan for {name}</h1>",
         f'<p class="soft">{document["trace"]["requests"]:,} requests; {escape(", ".join(document["slo"]))}; '
         f"{len(rows)} replays.</p>",
-        *(f"<p>{escape(sentence)}</p>" for sentence in [*document["why"], *(one["says"] for one in document["peer"])]),
+        *(f"<p>{escape(sentence)}</p>" for sentence in _sentences(document)),
         "<h2>GPUs side by side</h2>",
         table(["GPU", "replicas", "a month", *HEADS], [row for row in _gpu_rows(document) if len(row) > 2]),
         "<h2>Cheaper, at a cost</h2>",

@@ -104,7 +104,13 @@ def write_parquet(rows: Sequence[SweepRow], file: Path) -> None:
     os.replace(scratch, file)
 
 
-def render(meta: dict[str, Any], rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str]) -> str:
+def render(
+    meta: dict[str, Any],
+    rows: Sequence[SweepRow],
+    front: Sequence[str],
+    idle: Sequence[str],
+    step_times: Sequence[str],
+) -> str:
     """Render the page: the front, cost against quality, every varied setting, all points."""
     trace = meta["trace"]
     parts = [
@@ -127,7 +133,7 @@ def render(meta: dict[str, Any], rows: Sequence[SweepRow], front: Sequence[str],
         _table(rows),
         *(f"<p>{escape(line)}</p>" for line in unfit(rows)),
         "<h2>Run</h2>",
-        _facts(meta),
+        _facts(meta, step_times),
     ]
     return page(f"warmkv sweep: {trace['file']}", parts)
 
@@ -157,7 +163,5 @@ def _table(rows: Sequence[SweepRow]) -> Html:
     return table(["#", *paths, *names], lines, names=0)
 
 
-def _facts(meta: dict[str, Any]) -> Html:
-    return facts(
-        {"trace": meta["trace"]["sha256"], "step times": meta["step_times"]["source"], "warmkv": meta["warmkv"]}
-    )
+def _facts(meta: dict[str, Any], step_times: Sequence[str]) -> Html:
+    return facts({"trace": meta["trace"]["sha256"], "step times": "; ".join(step_times), "warmkv": meta["warmkv"]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -96,7 +96,9 @@ def plan(
     measured = {} if results is None else sweep_quality.read(results)
     least = next((limit.bound for limit in limits if limit.name == "quality"), sizing.LEAST_QUALITY)
     good, lower = sizing.policies_of(measured, sweep.prompt_lengths(trace.requests), least)
-    evaluate = sizing.evaluator(trace, configure(()), configure, measured)
+    step_times: dict[str, None] = {}
+    tell = lambda said: step_times.update(dict.fromkeys(said))  # noqa: E731
+    evaluate = sizing.evaluator(trace, configure(()), configure, measured, tell)
     search = sizing.Search(evaluate, limits, max_replicas, progress)
 
     def choices_of(machine: Machine) -> list[Settings]:
@@ -105,4 +107,5 @@ def plan(
 
     shown = [] if sizing.is_policy_set(configure(())) else lower or [sizing.UNMEASURED]
     sized = search.run(machines, choices_of, shown)
-    return sized, peer_plan.beside(search, sized, trace.requests, deployment.folder) if ask_peer else []
+    beside = peer_plan.beside(search, sized, trace.requests, deployment.folder) if ask_peer else []
+    return replace(sized, step_times=tuple(step_times)), beside

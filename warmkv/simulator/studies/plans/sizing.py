@@ -95,6 +95,7 @@ class Sized:
     best: Mapping[str, SizingTrial | None]  # by GPU: the cheapest within the limits
     saved: Mapping[str, tuple[tuple[Settings, int], ...]]  # by GPU: choices, and the replicas that each saved
     lower: tuple[SizingTrial, ...] = ()  # with policies of lower or unknown quality, within all other limits
+    step_times: tuple[str, ...] = ()  # where they come from, and what is to be said of them
 
     @property
     def chosen(self) -> SizingTrial | None:
@@ -128,10 +129,16 @@ class Sized:
 Evaluate = Callable[[Settings], Figures]
 
 
-def evaluator(trace: LoadedTrace, base: Config, configure: Configure, quality: Quality) -> Evaluate:
+def evaluator(
+    trace: LoadedTrace,
+    base: Config,
+    configure: Configure,
+    quality: Quality,
+    tell: Callable[[Sequence[str]], None] = lambda step_times: None,
+) -> Evaluate:
     """Return what replays the trace under settings: the figures of a sweep, dollars of a month, quality if known.
 
-    It raises MemoryPlanError where a replica does not fit its GPU.
+    It raises MemoryPlanError where a replica does not fit its GPU. `tell` gets what is to be said of step times.
     """
     prompts, replays = prompt_lengths(trace.requests), Replays(trace.requests)
 
@@ -141,6 +148,7 @@ def evaluator(trace: LoadedTrace, base: Config, configure: Configure, quality: Q
             if (model := group.simulator.model).is_whole:
                 plan(group, model, group.simulator.gpu).check()
         (task,) = sweep.tasks_of([at], trace, base, "auto", False)
+        tell(task.step_times)
         found = replays.figures(task)
         policy = at.config.compression.policy
         kept = 1.0 if policy == PolicySpec() else sweep_quality.retention(quality, policy, prompts)

@@ -49,6 +49,7 @@ class SweepTask:
     config: Config
     variant: Variant
     times: StepTimes
+    step_times: tuple[str, ...] = ()  # where they come from, and what is to be said of them
     unfit: str = ""  # why it cannot be replayed: a replica does not fit its GPU
 
 
@@ -92,28 +93,56 @@ def meta_of(trace: LoadedTrace, base: Config, source: Times, as_recorded: bool) 
 
 
 def tasks_of(
-    points: Sequence[GridPoint], trace: LoadedTrace, base: Config, source: Times, as_recorded: bool
+    points: Sequence[GridPoint],
+    trace: LoadedTrace,
+    base: Config,
+    source: Times,
+    as_recorded: bool,
+    others: Sequence[GridPoint] = (),
 ) -> list[SweepTask]:
     """Make a task for every point; its policy is that of the point's configuration, unless `as_recorded`.
 
     Step times are chosen once, since a fit to the log needs the settings it was recorded with; but where points differ
-    in them, each has its own. Raises UserError as `step_times.choose_cost` does, SweepError if both are asked for.
+    in them, these or `others` with which they are compared, each has its own. Raises UserError as
+    `step_times.choose_cost` does, SweepError if both are asked for.
     """
-    own = any(_step_settings(point.config) != _step_settings(base) for point in points)
+    own = any(_has_own_times(point.config, base) for point in (*points, *others))
     if own and source == "log":
         raise SweepError("the grid varies step times, and --step-times log takes them from the log")
-    known: dict[tuple[Any, ...], StepTimes] = {}
+    known: dict[Any, tuple[StepTimes, str]] = {}
     tasks = []
     for point in points:
-        config = point.config if own else base
-        chosen = _step_settings(config)
+        config = point.config if own else _as_recorded(base, point.config)
+        chosen = _step_settings(config) if own else _groups_but_for_size(config)
         if chosen not in known:
             where: Times = "config" if own else source
-            known[chosen], _ = step_times.choose_cost(trace.requests.records, config, recorded_policy(), where)
+            known[chosen] = step_times.choose_cost(trace.requests.records, config, recorded_policy(), where)
+        times, origin = known[chosen]
         key = digest(point.settings, *([_own_times(point.config)] if own else []))
         variant = Variant(point.ttl, None if as_recorded else point.config.compression.policy)
-        tasks.append(SweepTask(key, point.label, point.config, variant, known[chosen], why_unfit(point.config)))
+        stand_ins = [] if variant.policy is None else step_times.stand_ins(times, [variant.policy])
+        unfit = why_unfit(point.config)
+        crowding = "" if unfit else step_times.crowding(point.config)
+        said = (origin, *(f"not measured: {one}" for one in stand_ins), *([crowding] if crowding else []))
+        tasks.append(SweepTask(key, point.label, point.config, variant, times, said, unfit))
     return tasks
+
+
+def step_times_of(tasks: Iterable[SweepTask]) -> list[str]:
+    """Return where the step times of tasks come from and what is to be said of them, each once."""
+    return list(dict.fromkeys(said for task in tasks for said in task.step_times))
+
+
+def _as_recorded(base: Config, config: Config) -> Config:
+    """Return the settings of a log with the groups of others; those that the log may have are as there."""
+    groups = {name: base.cluster.groups.get(name, tree) for name, tree in config.cluster.groups.items()}
+    return base.model_copy(update={"cluster": base.cluster.model_copy(update={"groups": groups})})
+
+
+def _groups_but_for_size(config: Config) -> str:
+    """Name the groups and their settings but for those of the cluster: replicas change no step time."""
+    groups = config.cluster.groups.items()
+    return digest({name: {part: of for part, of in tree.items() if part != "cluster"} for name, tree in groups})
 
 
 def _own_times(config: Config) -> str:
@@ -126,7 +155,13 @@ def _own_times(config: Config) -> str:
     return ",".join(map(of, config.groups().values()))
 
 
-def _step_settings(config: Config) -> tuple[Any, ...]:
+def _has_own_times(config: Config, base: Config) -> bool:
+    """Return True if settings differ in what step times come from; a group that the base lacks begins as its others."""
+    known = dict(_step_settings(base))
+    return any(found != known.get(name, known[""]) for name, found in _step_settings(config))
+
+
+def _step_settings(config: Config) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     def of(group: Config) -> tuple[Any, ...]:
         simulator = group.simulator
         found = tuple(getattr(simulator, name) for name in STEP_SETTINGS)
@@ -134,7 +169,7 @@ def _step_settings(config: Config) -> tuple[Any, ...]:
             found += (simulator.model, simulator.gpu, gpus_per_replica(group))
         return found
 
-    return tuple((name, *of(group)) for name, group in config.groups().items())
+    return tuple((name, of(group)) for name, group in config.groups().items())
 
 
 # --- doing it ---------------------------------------------------------------------------------------------------

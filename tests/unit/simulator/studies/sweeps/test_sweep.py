@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.unit.simulator.conversations import record
+from tests.unit.simulator.conversations import config, record, with_timings
+from tests.unit.simulator.conversations import run as replayed
+from tests.unit.simulator.steps.test_step_profile import profile
 from warmkv.config import load
 from warmkv.simulator.reports import sweep_page
-from warmkv.simulator.steps.costs import StepCost
+from warmkv.simulator.steps import step_profile
+from warmkv.simulator.steps.costs import StepCost, times_of
 from warmkv.simulator.studies.replays.replay import replay
 from warmkv.simulator.studies.replays.summary import figures
 from warmkv.simulator.studies.replays.variants import Variant
@@ -224,10 +227,56 @@ def test_a_point_that_does_not_fit_its_gpu_has_no_figures_and_a_reason(trace, tm
     assert "simulator.gpu" not in sweep.without_effect(rows), "nothing was compared"
     sweep_page.show(rows, ["dollars", "ttft_p99"], [], Console(width=200))
     meta = {"trace": {"file": "log", "requests": 9, "sha256": ""}, "step_times": {"source": "auto"}, "warmkv": ""}
-    for shown in (capsys.readouterr().out, sweep_page.render(meta, rows, ["dollars", "ttft_p99"], [])):
+    for shown in (capsys.readouterr().out, sweep_page.render(meta, rows, ["dollars", "ttft_p99"], [], [])):
         assert f"not replayed, #1: {rows[0].unfit}" in shown
     small = points_of(axes)[0].config
     assert sweep.known_figures([small]) == list(rows[1].figures)
+
+
+def test_where_step_times_come_from_and_what_is_amiss_is_told(trace, tmp_path):
+    step_profile.write(profile(full=((1, 1, 1, 1), (1, 1, 1), (1, 1, 1))), tmp_path / "profile.json")
+    axes = {"simulator.profile": [str(tmp_path / "profile.json")], "compression.policy": ["full", "snapkv"]}
+    source, stand_in = sweep.step_times_of(sweep.tasks_of(points_of(axes), trace, BASE, "auto", False))
+    assert source.startswith(f"measured, {tmp_path / 'profile.json'} (small on a CPU")
+    assert source.endswith("its model's KV shape is not that of simulator.model")
+    assert stand_in == "not measured: snapkv gets the times of full"
+
+    sizes = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 64, "dtype_bytes": 2}
+    model = {**sizes, "intermediate": 2048, "vocabulary": 9}
+    axes = {"simulator.model": [model], "engine.kv_bytes": ["90GB"], "prefix_cache.memory_bytes": ["1GB"]}
+    tasks = sweep.tasks_of(points_of({**axes, "engine.step_tokens": [512]}), trace, BASE, "auto", False)
+    origin, crowding = sweep.step_times_of(tasks)
+    assert origin == "roofline of the model on H100-SXM"
+    assert crowding.endswith("take 91 GB, and a replica has 80")
+
+
+def test_groups_alone_leave_step_times_as_the_log_has_them(tmp_path):
+    """Fit the log for a group that it does not have; only settings of the simulator end the fit, for all points."""
+    bare = [record(float(n), [n] * 9, output=5) for n in range(30)]
+    log = with_timings(replayed(bare, config(), cost=StepCost(0.005, 1e-4, 5e-7))[0])
+    (tmp_path / "log").write_text("".join(one.to_json() + "\n" for one in log))
+    measured = read(Source(tmp_path / "log"), BASE)
+
+    def tasks_of(*trees, others=()):
+        points = [points_of({"cluster.groups": [tree]})[0] for tree in (*trees, *others)]
+        return sweep.tasks_of(points[: len(trees)], measured, BASE, "auto", False, points[len(trees) :])
+
+    fitted = "fitted to 30 measured requests of the log"
+    more = {"b": {"engine": {"max_slots": 8}}}
+    present, two, three = tasks_of({}, more, {"b": {**more["b"], "cluster": {"replicas": 3}}})
+    assert present.step_times == (fitted,)
+    assert two.step_times == (f"replica: {fitted}; b: {fitted}",)
+    assert times_of(two.times, "") == present.times == times_of(tasks_of({})[0].times, "")
+    assert two.times is three.times
+
+    own = {"b": {"simulator": {"step_a": 0.5}}}
+    configured = "configuration (simulator.step_*)"
+    assert [task.step_times for task in tasks_of({}, own)] == [
+        (configured,),
+        (f"replica: {configured}; b: {configured}",),
+    ]
+    (alone,) = tasks_of({}, others=[own])
+    assert alone.step_times == (configured,), "what is compared with others has their kind of step times"
 
 
 def test_the_policy_is_that_of_the_point_unless_it_is_kept_as_recorded(trace, tmp_path):
