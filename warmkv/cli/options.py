@@ -13,7 +13,7 @@ import typer
 
 from warmkv.cli.command import fail, write
 from warmkv.config import Config, load
-from warmkv.terminal import bar, errors, is_standard, plain_table, show_table
+from warmkv.terminal import bar, errors, is_standard, json_text, plain_table, show_table
 
 if TYPE_CHECKING:
     from warmkv.simulator.traces import Trace
@@ -91,7 +91,7 @@ class JsonOptions:
 
     def give(self, document: object, show: Callable[[], object]) -> None:
         """Print the result for people, unless its JSON is to be printed; then write that to the file, if any."""
-        text = json.dumps(document, indent=2)
+        text = json_text(document)
         if self.alone:
             print(text)
             return

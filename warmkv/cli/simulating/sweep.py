@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,7 +14,7 @@ from warmkv.cli.options import JsonOptions, MachineOptions, QualityOption, Repla
 from warmkv.config import Config
 from warmkv.extras import require
 from warmkv.simulator.studies.sweeps import grid as grids
-from warmkv.terminal import bar, console
+from warmkv.terminal import bar, console, json_text
 
 if TYPE_CHECKING:
     from warmkv.simulator.studies.sweeps.sweep import Runner
@@ -91,7 +90,7 @@ def sweep(
             "step_times": step_times,
             "points": [row.to_json() for row in rows],
         }
-        folder.write("results.json", json.dumps(document, indent=2) + "\n")
+        folder.write("results.json", json_text(document) + "\n")
         sweep_page.write_parquet(rows, out / "results.parquet")
         folder.write("report.html", sweep_page.render(folder.meta, rows, axes, idle, step_times))
 

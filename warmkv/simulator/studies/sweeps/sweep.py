@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
+import pickle
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import ByteSize
 
 from warmkv import __version__
-from warmkv.config import Config, parse
+from warmkv.config import Config
 from warmkv.simulator.cluster.memory import KV_BYTES, STORED_BYTES, gpus_per_replica, why_unfit
 from warmkv.simulator.steps.costs import StepCost, StepTimes
 from warmkv.simulator.studies.pareto import front
@@ -187,7 +187,7 @@ def processes(trace: LoadedTrace, base: Config, workers: int) -> Iterator[Runner
     # Spawned, since a fork would copy the threads' locks of whoever calls. Ctrl-C ends the workers without a word.
     context, default = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=default)
-    source = (replace(trace.source, path=trace.source.path.resolve()), trace.sha256, base.model_dump_json())
+    source = (replace(trace.source, path=trace.source.path.resolve()), trace.sha256, pickle.dumps(base))
 
     def run(tasks: Sequence[SweepTask]) -> Iterator[tuple[SweepTask, Figures]]:
         try:
@@ -203,14 +203,14 @@ def processes(trace: LoadedTrace, base: Config, workers: int) -> Iterator[Runner
         pool.shutdown(cancel_futures=True)
 
 
-def _run_in_worker(source: Source, sha256: str, base: str, task: SweepTask) -> Figures:
+def _run_in_worker(source: Source, sha256: str, base: bytes, task: SweepTask) -> Figures:
     return _replays(source, sha256, base).figures(task)
 
 
 @lru_cache(maxsize=1)
-def _replays(source: Source, sha256: str, base: str) -> Replays:
+def _replays(source: Source, sha256: str, base: bytes) -> Replays:
     """Read the trace once in a worker process, for its first point."""
-    trace = read(source, parse(json.loads(base)))
+    trace = read(source, pickle.loads(base))
     if trace.sha256 != sha256:
         raise SweepError(f"{source.path} has changed since the sweep began")
     return Replays(trace.requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -92,14 +93,17 @@ def test_a_public_trace_is_read_alike_by_every_worker(tmp_path):
     records = generator.generate(settings, np.random.SeedSequence(4), BASE)
     mooncake.write(trace_of(records), tmp_path / "trace")
     public = read(Source(tmp_path / "trace", block_size=BASE.prefix_cache.block_size), BASE)
-    axes = {"ttl": ["1s", "1h"]}
-    here, _ = run(public, tmp_path / "here", axes)
-    with sweep.processes(public, BASE, 1) as runner:
-        there, _ = run(public, tmp_path / "there", axes, runner=runner)
+    axes = {"ttl": ["1s", "1h"], "simulator.slo.tpot": [math.inf]}
+    base = load(flags=["simulator.slo.tpot=.inf"], environ={})  # of which workers and JSON must know
+    here, _ = run(public, tmp_path / "here", axes, base=base)
+    with sweep.processes(public, base, 1) as runner:
+        there, _ = run(public, tmp_path / "there", axes, runner=runner, base=base)
     assert here == there
+    for file in (tmp_path / "here").rglob("*.json"):
+        assert json.loads(file.read_text(), parse_constant=pytest.fail)["config"]["simulator"]["slo"]["tpot"] is None
     assert here[0].figures["hit_rate_tokens"] < here[1].figures["hit_rate_tokens"]
     with pytest.raises(SweepError, match=r"reading\.scope: global there, session here"):
-        run(replace(public, source=replace(public.source, scope="session")), tmp_path / "here", axes)
+        run(replace(public, source=replace(public.source, scope="session")), tmp_path / "here", axes, base=base)
 
 
 def test_turns_wait_for_the_answer_before_them_unless_times_are_as_recorded(tmp_path):
