@@ -161,6 +161,21 @@ def test_an_overlay_has_room_for_the_replicas_of_all_groups(model: Path, tmp_pat
     assert {finding["rule"] for finding in findings} == {"references", "budgets"}
 
 
+def test_groups_keep_their_replicas_and_are_told(model: Path, trace: tuple[Path, Path]) -> None:
+    """Hold groups to the replicas that settings give them, whatever number is tried, without autoscaling."""
+    scaling = "{min_replicas: 1, max_replicas: 9}"
+    groups = (
+        f"cluster.groups={{b: {{engine: {{max_slots: 8}}}}, c: {{cluster: {{replicas: 2, autoscaling: {scaling}}}}}}}"
+    )
+    planned = Deployment.of(str(model), lambda *flags: load(flags=[groups, *flags], environ={}))
+    config = planned.configure(["cluster.replicas=5"])
+    assert {name: group.cluster.most_replicas for name, group in config.groups().items()} == {"": 5, "b": 1, "c": 2}
+    done = call("plan", "--model", model, "--slo", SLO, "--trace", trace[0], "--set", groups, "--json")
+    document = json.loads(done.stdout)
+    assert document["chosen"]["dollars_month"] == pytest.approx((document["chosen"]["replicas"] + 3) * 3 * 730)
+    assert "That has 2 replicas of group c beside them, and their cost." in document["why"]
+
+
 def test_an_overlay_for_vllm_has_its_image_and_shared_memory(model: Path, tmp_path: Path) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed: manifests cannot be rendered")

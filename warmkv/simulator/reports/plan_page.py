@@ -110,6 +110,8 @@ def why(sized: Sized) -> list[str]:
         return [f"No deployment that was tried meets the SLO; the nearest, {named(nearest)}, has {missed}."]
     kept = ", ".join(_figure(chosen, limit) for limit in sized.limits if limit.name != "refused")
     said = [f"{named(chosen)} for ${chosen.dollars:,.0f} a month: {kept}."]
+    for group, count in sized.groups.items():
+        said.append(f"That has {count} replica{'s' * (count > 1)} of group {group} beside them, and their cost.")
     fewer = next(
         (
             one

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from warmkv.config import Config
+from warmkv.config import Config, place_in
 from warmkv.model_shape import ModelShape, config_file, figures
 from warmkv.simulator.studies.plans import peer_plan, sizing
 from warmkv.simulator.studies.plans.peer_plan import PeerPlan
@@ -46,6 +46,10 @@ class Deployment:
             f"cluster.gpus_per_replica={fixed.cluster.gpus_per_replica or 1.0}",
             "cluster.autoscaling=null",
         ]
+        for name, group in fixed.groups().items():
+            if name:  # else it would have as many replicas as are tried, or scale by itself
+                flags.append(place_in(name, f"cluster.replicas={group.cluster.replicas}"))
+                flags.append(place_in(name, "cluster.autoscaling=null"))
         if fixed.model.path == "tiny" and model != "tiny":
             named = str(path.parent) if Path(model).exists() else model
             flags.append(f"model.path={yaml.safe_dump(named).splitlines()[0]}")
@@ -108,4 +112,5 @@ def plan(
     shown = [] if sizing.is_policy_set(configure(())) else lower or [sizing.UNMEASURED]
     sized = search.run(machines, choices_of, shown)
     beside = peer_plan.beside(search, sized, trace.requests, deployment.folder) if ask_peer else []
-    return replace(sized, step_times=tuple(step_times)), beside
+    groups = {name: group.cluster.replicas for name, group in configure(()).groups().items() if name}
+    return replace(sized, step_times=tuple(step_times), groups=groups), beside

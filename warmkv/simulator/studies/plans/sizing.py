@@ -96,6 +96,7 @@ class Sized:
     saved: Mapping[str, tuple[tuple[Settings, int], ...]]  # by GPU: choices, and the replicas that each saved
     lower: tuple[SizingTrial, ...] = ()  # with policies of lower or unknown quality, within all other limits
     step_times: tuple[str, ...] = ()  # where they come from, and what is to be said of them
+    groups: Mapping[str, int] = field(default_factory=dict)  # replicas of each group, beside those that are searched
 
     @property
     def chosen(self) -> SizingTrial | None:
