@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -45,6 +47,22 @@ def text_output(file: str | Path) -> Iterator[IO[str]]:
         return
     with Path(file).open("w", encoding="utf-8") as opened:
         yield opened
+
+
+def json_text(document: object) -> str:
+    """Return a document as JSON, with null for numbers that are not finite: JSON has no infinity."""
+    try:
+        return json.dumps(document, indent=2, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(document), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(of) for key, of in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(of) for of in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plain_table(*heads: str, left: int = 1, gap: int = 3) -> Table:

@@ -13,7 +13,7 @@ import typer
 
 from warmkv.cli.command import fail, write
 from warmkv.config import Config, load
-from warmkv.terminal import bar, errors, is_standard, plain_table, show_table
+from warmkv.terminal import bar, errors, is_standard, json_text, plain_table, show_table
 
 if TYPE_CHECKING:
     from warmkv.simulator.traces import Trace
@@ -91,7 +91,7 @@ class JsonOptions:
 
     def give(self, document: object, show: Callable[[], object]) -> None:
         """Print the result for people, unless its JSON is to be printed; then write that to the file, if any."""
-        text = json.dumps(document, indent=2)
+        text = json_text(document)
         if self.alone:
             print(text)
             return
@@ -275,7 +275,7 @@ def tell_left_out(broken: int, skipped: int, faults: Sequence[str], files: Seque
         errors.print(f"{broken:,} broken lines left out", style="yellow", end="")
         errors.print(f"; the first: {faults[0]}")
     if skipped:
-        errors.print(f"{skipped:,} requests left out that failed, were cancelled or ran inside another")
+        errors.print(f"{skipped:,} requests left out that failed, were cancelled, ran inside another or have no prompt")
 
 
 def split(values: Sequence[str]) -> list[str]:

@@ -57,9 +57,9 @@ class SimulatorConfig(Section):
         description="how replicas fill the engine.step_tokens of a step: the shortest prompts first, as warmkv; "
         "or first come, first served, as vLLM; auto: as the engine of engine.kind",
     )
-    step_a: float = Field(0.004, ge=0, description="seconds a step")
-    step_b: float = Field(0.00012, ge=0, description="seconds a token computed")
-    step_c: float = Field(2e-8, ge=0, description="seconds a token of context read")
+    step_a: float = Field(0.004, ge=0, allow_inf_nan=False, description="seconds a step")
+    step_b: float = Field(0.00012, ge=0, allow_inf_nan=False, description="seconds a token computed")
+    step_c: float = Field(2e-8, ge=0, allow_inf_nan=False, description="seconds a token of context read")
     host_bandwidth: float | None = Field(
         None,
         gt=0,

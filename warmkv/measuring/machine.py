@@ -49,18 +49,24 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit that this package is checked out at, with `-dirty` after changes; None outside git."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    """Return the commit that this package is checked out at, with `-dirty` after changes.
+
+    None outside git, and where the package was installed into an environment within another repository.
+    """
+    checkout = Path(__file__).resolve().parents[2]
+    top = _git(checkout, "rev-parse", "--show-toplevel")
+    if not top or Path(top).resolve() != checkout:
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return _git(checkout, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """Return what git says; an empty text where it fails or is not there."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _cpu_model() -> str:

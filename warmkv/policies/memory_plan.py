@@ -72,6 +72,11 @@ GIB = 1 << 30
 class MemoryPlanError(UserError):
     """The model and what was asked for do not fit; the message has all lines of the plan."""
 
+    @property
+    def reason(self) -> str:
+        """Return the message without the lines of the plan."""
+        return str(self).splitlines()[0]
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:

@@ -93,6 +93,25 @@ def test_the_curve_is_drawn(trace, tmp_path, options):
     assert call(trace, "--plot", tmp_path / "curve.xyz").exit_code == 2
 
 
+def test_every_order_that_was_asked_for_is_drawn(trace, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from warmkv.simulator.reports import hit_rate_chart
+
+    drawn = []
+    monkeypatch.setattr(hit_rate_chart, "save", lambda *arguments: drawn.append(arguments[:2]))
+    options = ["--capacity", "1k,2k,unlimited", "--plot", tmp_path / "curve.svg"]
+    found = figures(trace, *options, "--eviction", "lfu")["points"]
+    figures(trace, *options, "--eviction", "lru,lfu", "--ttl", "60,unlimited")
+    figures(trace, "--eviction", "lfu", "--ttl", "1,60", "--plot", tmp_path / "curve.svg")
+    (alone, same), (lines, marks), (against_ttl, _) = drawn
+    walked = [(point["amount"], point["token_hit_rate"]) for point in found if point["amount"]]
+    assert alone == same == {"lfu, no TTL": walked}
+    assert list(lines) == list(marks) == [f"{name}, {ttl}" for name in ("lru", "lfu") for ttl in ("TTL 60 s", "no TTL")]
+    assert lines["lfu, no TTL"] == marks["lfu, no TTL"] == walked
+    assert len(lines["lru, no TTL"]) > 2 == len(marks["lru, no TTL"])
+    assert [seconds for seconds, _ in against_ttl["lfu, unlimited capacity"]] == [1, 60]
+
+
 def test_sessions_have_caches_of_their_own(tmp_path):
     path = tmp_path / "sessions"
     path.write_text(FILES["agentic"])
@@ -109,6 +128,7 @@ def test_sessions_have_caches_of_their_own(tmp_path):
         ("{\n", ["--format", "mooncake", "--strict"], ":1: not JSON"),
         (MOONCAKE, ["--format", "csv"], "'csv' is no trace format"),
         (MOONCAKE, ["--capacity", "2GiB"], "needs the bytes of a token"),
+        (MOONCAKE, ["--capacity", "1k,2 blocks", "--plot", "-"], "in tokens and in blocks have no axis in common"),
         (MOONCAKE, ["--capacity", "big"], "'big' is no capacity"),
         (MOONCAKE, ["--ttl", "long"], "'long' is no time"),
         (MOONCAKE, ["--eviction", "fifo"], "--eviction fifo: there are lru, lfu"),

@@ -161,6 +161,21 @@ def test_an_overlay_has_room_for_the_replicas_of_all_groups(model: Path, tmp_pat
     assert {finding["rule"] for finding in findings} == {"references", "budgets"}
 
 
+def test_groups_keep_their_replicas_and_are_told(model: Path, trace: tuple[Path, Path]) -> None:
+    """Hold groups to the replicas that settings give them, whatever number is tried, without autoscaling."""
+    scaling = "{min_replicas: 1, max_replicas: 9}"
+    groups = (
+        f"cluster.groups={{b: {{engine: {{max_slots: 8}}}}, c: {{cluster: {{replicas: 2, autoscaling: {scaling}}}}}}}"
+    )
+    planned = Deployment.of(str(model), lambda *flags: load(flags=[groups, *flags], environ={}))
+    config = planned.configure(["cluster.replicas=5"])
+    assert {name: group.cluster.most_replicas for name, group in config.groups().items()} == {"": 5, "b": 1, "c": 2}
+    done = call("plan", "--model", model, "--slo", SLO, "--trace", trace[0], "--set", groups, "--json")
+    document = json.loads(done.stdout)
+    assert document["chosen"]["dollars_month"] == pytest.approx((document["chosen"]["replicas"] + 3) * 3 * 730)
+    assert "That has 2 replicas of group c beside them, and their cost." in document["why"]
+
+
 def test_an_overlay_for_vllm_has_its_image_and_shared_memory(model: Path, tmp_path: Path) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed: manifests cannot be rendered")
@@ -215,7 +230,7 @@ def test_a_profile_is_of_its_gpu(model: Path, trace: tuple[Path, Path], tmp_path
     for flag in (f"L4={profile}", "H200=x.json"):
         done = call("plan", "--model", model, "--slo", SLO, "--trace", trace[0], "--profile", flag)
         assert done.exit_code == 2
-        assert "write GPU=FILE, with a GPU that --gpu names (H100)" in done.stderr
+        assert "write GPU=FILE, with a GPU that --gpu names (H100-SXM)" in done.stderr
     done = call("plan", "--model", model, "--slo", SLO, "--trace", trace[0], "--profile", profile)
     assert done.exit_code == 2
     assert f"cannot read {profile}" in done.stderr
@@ -252,3 +267,30 @@ def test_a_price_of_ones_own_decides(model: Path, trace: tuple[Path, Path]) -> N
     chosen = json.loads(done.stdout)["chosen"]
     assert chosen["gpu"] == "H100-SXM"
     assert chosen["dollars_month"] == pytest.approx(chosen["replicas"] * 73)
+
+
+def test_settings_hold_throughout(model: Path, trace: tuple[Path, Path], tmp_path: Path) -> None:
+    """Take the GPU, its price, the slots and the policy of the settings, and try no others."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    row = {"task": "t", "variant": "", "length": 1000, "depth": 0.5, "sample": 0, "prompt_tokens": 1000, "score": 1.0}
+    measured = [("full", 1.0), ("snapkv", 0.3), ("snapkv", 0.5)]
+    rows = [{**row, "policy": name, "share": share, "budget": int(1000 * share)} for name, share in measured]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "results.parquet")
+    settings = ["simulator.gpu.dollars=0.1", "engine.max_slots=32", "compression.policy=snapkv@0.4"]
+    flags = [part for setting in settings for part in ("--set", setting)]
+    options = ["--model", model, "--slo", "ttft_p99<1", "--trace", trace[0], "--eval", tmp_path, "--json"]
+    document = json.loads(call("plan", *options, *flags).stdout)
+    assert document["chosen"]["dollars_month"] == pytest.approx(document["chosen"]["replicas"] * 73)
+    assert {path.partition(".")[0] for one in document["trials"] for path in one["choice"]} == {"prefix_cache"}
+    document = json.loads(call("plan", *options, "--set", "simulator.gpu=L4", "--max-replicas", 1).stdout)
+    assert [one["gpu"] for one in document["gpus"]] == ["L4"]
+
+
+def test_a_profile_of_the_settings_is_read_and_is_of_one_gpu(model: Path, trace: tuple[Path, Path]) -> None:
+    options = ["--model", model, "--slo", SLO, "--trace", trace[0], "--set", "simulator.profile=/absent.json"]
+    assert "cannot read /absent.json" in call("plan", *options).stderr
+    for more in (["--profile", "H100=other.json"], ["--gpu", "H100", "--gpu", "L4"]):
+        done = call("plan", *options, *more)
+        assert done.exit_code == 2
+        assert "simulator.profile is of one GPU" in done.stderr

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 from tests.unit.simulator.conversations import record
-from tests.unit.simulator.test_traces import AZURE, FILES, MOONCAKE, claude_code, langfuse, lines, litellm, span, spans
+from tests.unit.simulator.test_traces import (
+    AZURE,
+    FILES,
+    MOONCAKE,
+    agentic,
+    claude_code,
+    langfuse,
+    lines,
+    litellm,
+    span,
+    spans,
+)
 from warmkv.config import load
 from warmkv.simulator import traces
 from warmkv.simulator.traces import TraceError
@@ -56,6 +67,24 @@ def test_traces_without_a_common_clock_are_not_read_together(tmp_path, second):
     make(tmp_path, a_csv=AZURE, b_jsonl=FILES[second])
     with pytest.raises(TraceError, match=rf"a\.csv is of the format azure, \S+b\.jsonl of {second}, .*own"):
         traces.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mooncake", "bailian", "burstgpt"])
+def test_files_with_numbers_of_their_own_are_not_one_trace(tmp_path, name):
+    """Read rotated parts together, and refuse two files, whose equal numbers are not the same blocks."""
+    make(tmp_path / "parts", trace_jsonl=FILES[name], trace_jsonl_1=FILES[name])
+    alone = len(traces.read(tmp_path / "parts" / "trace.jsonl"))
+    assert len(traces.read(tmp_path / "parts")) == 2 * alone
+    make(tmp_path / "two", a_jsonl=FILES[name], b_jsonl=FILES[name])
+    with pytest.raises(TraceError, match=rf"a\.jsonl and \S+b\.jsonl are of the format {name}, .* a folder of its own"):
+        traces.read(tmp_path / "two")
+
+
+def test_sessions_in_files_of_their_own_are_one_trace(tmp_path):
+    make(tmp_path, a_jsonl=lines(agentic("a", (0, 9, [1, 2]))), b_jsonl=lines(agentic("b", (5, 9, [1, 2]))))
+    trace = traces.read(tmp_path)
+    assert (trace.arrival.tolist(), len(set(trace.blocks.tolist()))) == ([0, 5], 4)
+    assert trace.notes == ("all sessions begin at 0: times count from the start of each",)
 
 
 def test_files_of_a_folder_that_are_no_trace_are_left_out_and_named(tmp_path):

@@ -309,7 +309,8 @@ def test_parts_make_the_whole(file, name, size):
 BROKEN = [
     ("mooncake", lines(mooncake(0, 512, [1]), "{"), 2, "not JSON"),
     ("mooncake", lines(mooncake(0, 512, [1]), {"timestamp": 1}), 2, "input_length is missing"),
-    ("mooncake", lines(mooncake(0, -1, [])), 1, "input tokens must be from 0"),
+    ("mooncake", lines(mooncake(0, -1, [])), 1, "input tokens must be from 1"),
+    ("mooncake", lines(mooncake(0, 512, [1]), mooncake(1, 0, [])), 2, "input tokens must be from 1"),
     ("mooncake", lines(mooncake("soon", 1, [])), 1, "timestamp must be a number, not 'soon'"),
     ("mooncake", lines(mooncake(0, 1.5, [])), 1, "input_length must be an integer"),
     ("mooncake", lines(mooncake(0, 512, ["x"])), 1, "block hashes must be integers"),

@@ -101,6 +101,8 @@ def cachesim(
         token_bytes = quantities.model_token_bytes(model)
     capacities = [quantities.capacity(text, token_bytes) for text in split(capacity)]
     ttls = lifetimes("--ttl", ttl) or [math.inf]
+    if plot is not None and len({one.unit for one in capacities if not math.isinf(one.amount)}) > 1:
+        fail("--plot: capacities in tokens and in blocks have no axis in common; give one kind of them")
     to_output = output.leaves_output_to("--plot", plot)
     if plot is not None:
         require("--plot", "matplotlib")
@@ -145,7 +147,7 @@ def cachesim(
             points.append((name, size, life, hits))
     ideal = curves[units[0]].hits(math.inf)
     if plot is not None:
-        _plot(curves[units[0]], capacities, ttls, ideal, units[0], plot)
+        _plot(curves[units[0]], points, ideal, units[0], plot)
     document = {
         "trace": _summary(requests),
         "rules": {
@@ -222,24 +224,36 @@ def _short(amount: float) -> str:
     return "unlimited" if math.isinf(amount) else f"{amount:g}"
 
 
-def _plot(curve: LruCurve, capacities: list[Capacity], ttls: list[float], ideal: Hits, unit: Unit, file: Path) -> None:
-    """Hit rate against capacity, a line for each TTL; against the TTL where the only capacity is unlimited."""
+def _plot(
+    curve: LruCurve, points: list[tuple[str, Capacity, float, Hits]], ideal: Hits, unit: Unit, file: Path
+) -> None:
+    """Hit rate against capacity, a line for each order and TTL; against the TTL where the only capacity is unlimited.
+
+    The line of lru is the whole curve, those of other orders go from one point that was walked to the next.
+    """
     import numpy as np
 
     from warmkv.simulator.reports import hit_rate_chart
 
-    sizes = sorted(one.amount for one in capacities if one.unit == unit and not math.isinf(one.amount))
-    if sizes or all(math.isinf(life) for life in ttls):
+    sizes = sorted({size.amount for _, size, _, _ in points if not math.isinf(size.amount)})
+    ttls = list(dict.fromkeys(life for _, _, life, _ in points))
+    by_size = bool(sizes) or all(math.isinf(life) for life in ttls)
+    orders = {name: f"{name}, " for name, *_ in points}
+    if list(orders) == ["lru"]:
+        orders = {"lru": ""}
+    marks: dict[str, list[tuple[float, float]]] = {}
+    for name, size, life, hits in points:
+        lasting = ("no TTL" if math.isinf(life) else f"TTL {life:g} s") if by_size else "unlimited capacity"
+        asked = marks.setdefault(f"{orders[name]}{lasting}", [])
+        if not math.isinf(at := size.amount if by_size else life):
+            asked.append((at, hits.token_rate))
+    lines = {label: sorted(asked) or [(1.0, ideal.token_rate)] for label, asked in marks.items()}
+    if by_size and "lru" in orders:
         most = max([curve.enough, *sizes, 2.0])
         grid = np.geomspace(min([*sizes, max(1.0, most / 1e4)]), most, CURVE_POINTS).tolist()
-        names = {life: "no TTL" if math.isinf(life) else f"TTL {life:g} s" for life in ttls}
-        lines = {names[life]: [(at, curve.hits(at, life).token_rate) for at in grid] for life in ttls}
-        marks = {names[life]: [(at, curve.hits(at, life).token_rate) for at in sizes] for life in ttls}
-        axis = f"capacity, {unit}"
-    else:
-        lives = sorted(life for life in ttls if 0 < life < math.inf)
-        asked = [(life, curve.hits(math.inf, life).token_rate) for life in lives]
-        lines = marks = {"unlimited capacity": asked or [(1.0, ideal.token_rate)]}
-        axis = "TTL, seconds"
+        for life in ttls:
+            label = f"{orders['lru']}{'no TTL' if math.isinf(life) else f'TTL {life:g} s'}"
+            lines[label] = [(at, curve.hits(at, life).token_rate) for at in grid]
     with writing(file):
+        axis = f"capacity, {unit}" if by_size else "TTL, seconds"
         hit_rate_chart.save(lines, marks, ideal.token_rate, axis, file)

@@ -49,9 +49,9 @@ def plan(
             "--gpu",
             help="Name in the catalogue (`warmkv replay --gpu list`), or a mapping with figures of its own, as in "
             '"{name: H100, dollars: 2.1}". May be repeated: kinds are compared side by side.',
-            show_default=False,
+            show_default="simulator.gpu",
         ),
-    ] = ["H100"],  # noqa: B006
+    ] = [],  # noqa: B006
     profile: Annotated[
         list[str],
         typer.Option(
@@ -115,7 +115,7 @@ def plan(
     planned = deployment.Deployment.of(model, options.read)
     config = planned.configure(())
     limits = sizing.limits_of(slo, config, quality is not None)
-    machines = planned.machines(gpus, _profiles(profile, gpus))
+    machines = planned.machines(gpus, _profiles(profile, gpus or [config.simulator.gpu.name]))
     overlay = None if out is None else _overlay(out, base, config)
     host_bytes = _bytes(host_memory)
     trace = source.read(config)
@@ -158,6 +158,7 @@ def _profiles(given: Sequence[str], gpus: Sequence[str]) -> dict[str, str]:
         name, equals, file = text.partition("=")
         if not equals and len(set(gpus)) == 1:
             name, file = gpus[0], text
+        name = next((gpu for gpu in gpus if name in (gpu, gpu.partition("-")[0])), name)
         if name not in gpus:
             fail(f"--profile {text}: write GPU=FILE, with a GPU that --gpu names ({', '.join(gpus)})")
         found[name] = file

@@ -90,9 +90,11 @@ def replay(
 
     from warmkv.simulator.reports import table
     from warmkv.simulator.studies.replays import replay as replaying
-    from warmkv.simulator.studies.replays.step_times import choose_cost, stand_ins
+    from warmkv.simulator.studies.replays.step_times import choose_cost, crowding, stand_ins
 
     cost, source = choose_cost(requests.records, settings, replaying.recorded_policy(), machine.step_times.value)
+    if more := crowding(settings):
+        source += f"; {more}"
     not_measured = stand_ins(cost, [variant.policy for variant in grid if variant.policy])
     meta = {
         "format": 1,

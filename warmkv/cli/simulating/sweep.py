@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,7 +14,7 @@ from warmkv.cli.options import JsonOptions, MachineOptions, QualityOption, Repla
 from warmkv.config import Config
 from warmkv.extras import require
 from warmkv.simulator.studies.sweeps import grid as grids
-from warmkv.terminal import bar, console
+from warmkv.terminal import bar, console, json_text
 
 if TYPE_CHECKING:
     from warmkv.simulator.studies.sweeps.sweep import Runner
@@ -78,6 +77,7 @@ def sweep(
         folder = SweepFolder(out, sweeping.meta_of(requests, base, machine.step_times.value, as_recorded))
         with bar("sweeping", len(points)) as progress, runner_of(running, requests, base, len(points)) as runner:
             results = sweeping.sweep(points, tasks, folder, runner, progress)
+        step_times = sweeping.step_times_of(tasks)
         prompts = sweeping.prompt_lengths(requests.requests)
         rows = sweeping.rows_of(points, tasks, results, measured, prompts)
         axes = sweeping.with_refusals(axes, rows)
@@ -87,14 +87,17 @@ def sweep(
             "meta": folder.meta,
             "front": axes,
             "without_effect": idle,
+            "step_times": step_times,
             "points": [row.to_json() for row in rows],
         }
-        folder.write("results.json", json.dumps(document, indent=2) + "\n")
+        folder.write("results.json", json_text(document) + "\n")
         sweep_page.write_parquet(rows, out / "results.parquet")
-        folder.write("report.html", sweep_page.render(folder.meta, rows, axes, idle))
+        folder.write("report.html", sweep_page.render(folder.meta, rows, axes, idle, step_times))
 
     def show() -> None:
         sweep_page.show(rows, axes, idle, console)
+        for said in step_times:
+            console.print(f"step times: {said}")
         console.print(f"{out}/report.html")
 
     output.give(document, show)

@@ -86,11 +86,21 @@ def tune(
         prompts = sweeping.prompt_lengths(requests.requests)
         folder = SweepFolder(out, sweeping.meta_of(requests, base, machine.step_times.value, False))
         most = min(trials, tuning.size_of(axes))
+        unfit: dict[str, dict[str, Any]] = {}
+        step_times: dict[str, None] = {}
         with runner_of(running, requests, base, most) as runner, bar("tuning", most + 1) as progress:
 
             def evaluate(choices: Sequence[dict[str, Any]]) -> list[dict[str, float | None]]:
                 points = [configured(settings) for settings in choices]
-                tasks = sweeping.tasks_of(points, requests, base, machine.step_times.value, False)
+                tasks = sweeping.tasks_of(points, requests, base, machine.step_times.value, False, alone)
+                step_times.update(dict.fromkeys(sweeping.step_times_of(tasks)))
+                unfit.update(
+                    {
+                        one.key: {"settings": of.settings, "why": one.unfit}
+                        for one, of in zip(tasks, points, strict=True)
+                        if one.unfit
+                    }
+                )
                 results = sweeping.sweep(points, tasks, folder, runner)
                 return [row.figures for row in sweeping.rows_of(points, tasks, results, measured, prompts)]
 
@@ -105,10 +115,20 @@ def tune(
         "improves": best is not None and tuning.improves(best, before, minimize, limits),
         "best": best and {"settings": best.settings, "figures": best.figures},
         "trials": [trial.to_json() for trial in found],
+        "unfit": list(unfit.values()),
+        "step_times": list(step_times),
     }
     chosen = best or tuning.nearest_of(found)
     size, improves = tuning.size_of(axes), document["improves"]
-    output.give(document, lambda: _show(chosen, before, minimize, limits, len(found), size, improves=improves))
+
+    def show() -> None:
+        for said in step_times:
+            print(f"step times: {said}")
+        for one in unfit.values():
+            print(f"not replayed, {grids.label(one['settings'])}: {one['why']}")
+        _show(chosen, before, minimize, limits, len(found), size, improves=improves)
+
+    output.give(document, show)
     raise typer.Exit(0 if best else 1)
 
 

@@ -10,7 +10,7 @@ from warmkv.config import Config
 from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
 from warmkv.policies import memory_plan
-from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, ModelSizes
+from warmkv.policies.memory_plan import CUDA_CONTEXT_BYTES, DeviceMemory, MemoryPlan, MemoryPlanError, ModelSizes
 
 KV_BYTES = 1 << 30
 """Slots and workspace of a replica on no device in particular: `simulator.model` does not give its weights."""
@@ -67,6 +67,16 @@ def resolved(config: Config) -> Config:
     if cache.memory_bytes == "auto":
         cache = cache.model_copy(update={"memory_bytes": ByteSize(stored)})
     return config.model_copy(update={"engine": engine, "prefix_cache": cache})
+
+
+def why_unfit(config: Config) -> str:
+    """Return why replicas of a group do not fit their GPU; an empty text where all do, or have explicit sizes."""
+    for name, group in config.groups().items():
+        try:
+            resolved(group)
+        except MemoryPlanError as error:
+            return f"group {name}: {error.reason}" if name else error.reason
+    return ""
 
 
 def plan(config: Config, model: ModelShape, gpu: Gpu) -> MemoryPlan:

@@ -1,4 +1,4 @@
-"""Hit rate against capacity, a line for each lifetime, as a picture. Needs matplotlib."""
+"""Hit rate against capacity, a line for each order of eviction and lifetime, as a picture. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ def document(
         "slo": [limit.text for limit in sized.limits],
         "why": why(sized),
         "chosen": chosen and {**chosen.to_json(), "dollars_month": chosen.dollars},
+        "step_times": list(sized.step_times),
         "memory": chosen and _memory(chosen, configure, model),
         "gpus": gpus,
         "peer": [
@@ -60,9 +61,10 @@ def document(
 
 def _of_gpu(sized: Sized, one: Machine) -> dict[str, Any]:
     best = sized.best[one.gpu.name]
-    trial = best or sized.nearest(one.gpu.name)
+    refused = sized.refusal(one)
+    trial = None if refused else best or sized.nearest(one.gpu.name)
     price = {"dollars_hour": one.gpu.dollars, "as_of": str(one.gpu.as_of), "source": one.gpu.source}
-    return {"gpu": one.gpu.name, "met": best is not None, "refused": one.refused, "price": price} | {
+    return {"gpu": one.gpu.name, "met": best is not None, "refused": refused, "price": price} | {
         "trial": trial and {**trial.to_json(), "misses": misses(trial, sized.limits)}
     }
 
@@ -77,6 +79,8 @@ def _memory(trial: SizingTrial, configure: Configure, model: ModelShape) -> dict
 
 def misses(trial: SizingTrial, limits: Sequence[TuneConstraint]) -> list[str]:
     """Return every limit that a trial misses, with its figure; of a policy of lower quality that, limited or not."""
+    if trial.refused:
+        return [trial.refused]
     missed = [limit for limit in limits if not limit.met(trial.figures)]
     said = [f"{_figure(trial, limit)} (limit {limit.sign} {limit.bound:g})" for limit in missed]
     if trial.lowered and not any(limit.name == "quality" for limit in missed):
@@ -99,12 +103,15 @@ def why(sized: Sized) -> list[str]:
     chosen = sized.chosen
     if chosen is None:
         nearest = sized.nearest()
-        if nearest is None:
-            return [f"Nothing can be planned: {'; '.join(f'{one.gpu.name}: {one.refused}' for one in sized.machines)}."]
+        if nearest is None or nearest.refused:
+            refused = "; ".join(f"{one.gpu.name}: {sized.refusal(one)}" for one in sized.machines)
+            return [f"Nothing can be planned: {refused}."]
         missed = ", ".join(misses(nearest, sized.limits))
         return [f"No deployment that was tried meets the SLO; the nearest, {named(nearest)}, has {missed}."]
     kept = ", ".join(_figure(chosen, limit) for limit in sized.limits if limit.name != "refused")
     said = [f"{named(chosen)} for ${chosen.dollars:,.0f} a month: {kept}."]
+    for group, count in sized.groups.items():
+        said.append(f"That has {count} replica{'s' * (count > 1)} of group {group} beside them, and their cost.")
     fewer = next(
         (
             one
@@ -125,8 +132,8 @@ def why(sized: Sized) -> list[str]:
 
 def _beside(sized: Sized, one: Machine) -> str:
     name, best = one.gpu.name, sized.best[one.gpu.name]
-    if one.refused:
-        return f"{name}: {one.refused}."
+    if refused := sized.refusal(one):
+        return f"{name}: {refused}."
     if best is not None:
         return f"{name} needs {best.replicas} replica{'s' * (best.replicas > 1)} for ${best.dollars:,.0f}."
     nearest = sized.nearest(name)
@@ -166,8 +173,14 @@ def show(document: dict[str, Any], console: Console) -> None:
             lines.add_row(*row)
         show_table(lines, console)
     console.print()
-    for sentence in [*document["why"], *(one["says"] for one in document["peer"])]:
+    for sentence in _sentences(document):
         console.print(sentence)
+
+
+def _sentences(document: dict[str, Any]) -> list[str]:
+    """Return the reasons, a peer's plans, and where step times come from."""
+    times = [f"Step times: {said}." for said in document["step_times"]]
+    return [*document["why"], *(one["says"] for one in document["peer"]), *times]
 
 
 def _gpu_rows(document: dict[str, Any]) -> list[list[str]]:
@@ -204,7 +217,7 @@ def render(document: dict[str, Any], sized: Sized, configure: Configure) -> str:
         f"<h1>Plan for {name}</h1>",
         f'<p class="soft">{document["trace"]["requests"]:,} requests; {escape(", ".join(document["slo"]))}; '
         f"{len(rows)} replays.</p>",
-        *(f"<p>{escape(sentence)}</p>" for sentence in [*document["why"], *(one["says"] for one in document["peer"])]),
+        *(f"<p>{escape(sentence)}</p>" for sentence in _sentences(document)),
         "<h2>GPUs side by side</h2>",
         table(["GPU", "replicas", "a month", *HEADS], [row for row in _gpu_rows(document) if len(row) > 2]),
         "<h2>Cheaper, at a cost</h2>",

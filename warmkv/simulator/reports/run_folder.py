@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from warmkv.policies.pricing import price
 from warmkv.simulator.reports import run_page
 from warmkv.simulator.studies.replays.replay import Run
 from warmkv.simulator.studies.replays.summary import figures
+from warmkv.terminal import json_text
 
 POINTS = 500  # of the time series, evenly over the run
 
@@ -65,7 +65,7 @@ def write(folder: Path, run: Run, meta: Mapping[str, Any], prices_of: Callable[[
     pq.write_table(_requests(run, prices_of), folder / "requests.parquet")
     pq.write_table(pa.table(series), folder / "timeseries.parquet")
     for name, document in (("meta.json", meta), ("summary.json", figures(run.result))):
-        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        (folder / name).write_text(json_text(document) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(run_page.render(run, series, meta), encoding="utf-8")
 
 

@@ -48,6 +48,9 @@ def render(run: Run, series: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
 def _figures(result: Result, meta: Mapping[str, Any]) -> list[tuple[str, str]]:
     slo, gpu = meta["config"]["simulator"]["slo"], meta["config"]["simulator"]["gpu"]
     in_time = result.in_slo / result.requests if result.requests else 0.0
+    price = f"at ${gpu['dollars']:g} an hour ({gpu['name']}, {gpu['as_of']})"
+    if any("gpu" in tree.get("simulator", {}) for tree in meta["config"]["cluster"]["groups"].values()):
+        price = "of all groups, each at the price of its own"
     return [
         ("prompt tokens not computed", f"{result.token_hit_rate:.1%}"),
         ("full blocks found", f"{result.block_hit_rate:.1%}"),
@@ -59,7 +62,7 @@ def _figures(result: Result, meta: Mapping[str, Any]) -> list[tuple[str, str]]:
         (f"TTFT within {slo['ttft']:g} s and TPOT within {slo['tpot']:g} s", f"{in_time:.1%}"),
         ("goodput", f"{result.goodput:.3g} requests/s"),
         ("GPU hours", f"{result.gpu_hours:,.2f}"),
-        (f"GPU cost at ${gpu['dollars']:g} an hour ({gpu['name']}, {gpu['as_of']})", f"${result.gpu_dollars:,.2f}"),
+        (f"GPU cost {price}", f"${result.gpu_dollars:,.2f}"),
         ("a million tokens cost", f"${result.gpu_dollars_per_million_tokens:,.4f}"),
         ("tenants are billed", f"${result.dollars:,.2f}"),
         ("without caching they would be", f"${result.dollars_uncached:,.2f}"),

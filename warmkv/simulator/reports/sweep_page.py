@@ -61,8 +61,19 @@ def show(rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str], co
     if none := [row.number for row in rows if serves_none(row.figures)]:
         which = ", ".join(f"#{number}" for number in none[:10]) + (" and others" if len(none) > 10 else "")
         console.print(f"no request was served, so that nothing can be concluded of it: {which}")
+    for line in unfit(rows):
+        console.print(line)
     for path in idle:
         console.print(f"made no difference: {path}")
+
+
+def unfit(rows: Sequence[SweepRow]) -> list[str]:
+    """Return the points without figures and why, a line for each reason."""
+    numbers: dict[str, list[str]] = {}
+    for row in rows:
+        if row.unfit:
+            numbers.setdefault(row.unfit, []).append(f"#{row.number}")
+    return [f"not replayed, {', '.join(which)}: {why}" for why, which in numbers.items()]
 
 
 def text(row: SweepRow, name: str) -> str:
@@ -79,6 +90,7 @@ def write_parquet(rows: Sequence[SweepRow], file: Path) -> None:
         "key": [row.key for row in rows],
         "policy": [row.policy for row in rows],
         "front": [row.front for row in rows],
+        "unfit": [row.unfit for row in rows],
     }
     for path in paths_of(rows):
         values = [row.values.get(path) for row in rows]
@@ -92,7 +104,13 @@ def write_parquet(rows: Sequence[SweepRow], file: Path) -> None:
     os.replace(scratch, file)
 
 
-def render(meta: dict[str, Any], rows: Sequence[SweepRow], front: Sequence[str], idle: Sequence[str]) -> str:
+def render(
+    meta: dict[str, Any],
+    rows: Sequence[SweepRow],
+    front: Sequence[str],
+    idle: Sequence[str],
+    step_times: Sequence[str],
+) -> str:
     """Render the page: the front, cost against quality, every varied setting, all points."""
     trace = meta["trace"]
     parts = [
@@ -110,7 +128,13 @@ def render(meta: dict[str, Any], rows: Sequence[SweepRow], front: Sequence[str],
         if path in idle:
             parts += ["<p>It made no difference.</p>"]
         parts += [figure(charts.against(rows, path, f"against-{number}"))]
-    parts += ["<h2>All points</h2>", _table(rows), "<h2>Run</h2>", _facts(meta)]
+    parts += [
+        "<h2>All points</h2>",
+        _table(rows),
+        *(f"<p>{escape(line)}</p>" for line in unfit(rows)),
+        "<h2>Run</h2>",
+        _facts(meta, step_times),
+    ]
     return page(f"warmkv sweep: {trace['file']}", parts)
 
 
@@ -139,7 +163,5 @@ def _table(rows: Sequence[SweepRow]) -> Html:
     return table(["#", *paths, *names], lines, names=0)
 
 
-def _facts(meta: dict[str, Any]) -> Html:
-    return facts(
-        {"trace": meta["trace"]["sha256"], "step times": meta["step_times"]["source"], "warmkv": meta["warmkv"]}
-    )
+def _facts(meta: dict[str, Any], step_times: Sequence[str]) -> Html:
+    return facts({"trace": meta["trace"]["sha256"], "step times": "; ".join(step_times), "warmkv": meta["warmkv"]})

@@ -70,4 +70,10 @@ def _check(ids: list[Any]) -> None:
         raise RowError(f"hash_ids of a session must be from 0 to 2**40, not {min(ids)} to {max(ids)}")
 
 
-AGENTIC = Format("agentic", lambda line: has_keys(line, ("requests", "block_size")), parser, objects)
+AGENTIC = Format(
+    "agentic",
+    lambda line: has_keys(line, ("requests", "block_size")),
+    parser,
+    objects,
+    "all sessions begin at 0: times count from the start of each",
+)

@@ -32,4 +32,4 @@ def parser(reading: Reading) -> Parse:
     return parse
 
 
-BAILIAN = Format("bailian", lambda line: has_keys(line, KEYS), parser, objects)
+BAILIAN = Format("bailian", lambda line: has_keys(line, KEYS), parser, objects, is_file_local=True)

@@ -25,4 +25,4 @@ def _row(cells: Mapping[str, str]) -> Row | None:
     return Row(number(cells, "Timestamp"), whole(cells, "Request tokens"), output, session=session)
 
 
-BURSTGPT = Format("burstgpt", lambda line: has_header(line, COLUMNS), parser, lines)
+BURSTGPT = Format("burstgpt", lambda line: has_header(line, COLUMNS), parser, lines, is_file_local=True)

@@ -119,9 +119,9 @@ class Builder:
         tokens, size = row.input_tokens, row.block_size
         if not math.isfinite(row.arrival) or not 0 <= row.think < LARGEST:
             raise RowError(f"times must be finite: arrival {row.arrival}, think time {row.think}")
-        if not (0 <= tokens <= LARGEST and 0 <= row.output_tokens <= LARGEST):
-            what, wrong = ("output", row.output_tokens) if 0 <= tokens <= LARGEST else ("input", tokens)
-            raise RowError(f"{what} tokens must be from 0 to {LARGEST:,}, not {wrong}")
+        for what, least, count in (("input", 1, tokens), ("output", 0, row.output_tokens)):
+            if not least <= count <= LARGEST:
+                raise RowError(f"{what} tokens must be from {least} to {LARGEST:,}, not {count}")
         if size:
             if len(row.blocks) not in (tokens // size, -(-tokens // size)):
                 raise RowError(

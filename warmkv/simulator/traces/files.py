@@ -48,6 +48,11 @@ def files_of(path: Path) -> list[Path]:
     return sorted(found, key=lambda file: (*_rotation(file), str(file)))
 
 
+def are_parts_of_one(first: Path, second: Path) -> bool:
+    """Return True for files of one name and folder that rotation has numbered, as access.jsonl and access.jsonl.1."""
+    return (first.parent, _rotation(first)[0]) == (second.parent, _rotation(second)[0])
+
+
 def is_stored(path: Path) -> bool:
     """Return True for a file or a folder, which can be read again; a pipe cannot."""
     return path != STANDARD_INPUT and (path.is_file() or path.is_dir())

@@ -56,4 +56,6 @@ def write(trace: Trace, path: Path) -> int:
     return len(trace)
 
 
-MOONCAKE = Format("mooncake", lambda line: has_keys(line, KEYS) and '"chat_id"' not in line, parser, objects)
+MOONCAKE = Format(
+    "mooncake", lambda line: has_keys(line, KEYS) and '"chat_id"' not in line, parser, objects, is_file_local=True
+)

@@ -16,7 +16,7 @@ from warmkv.simulator.traces.burstgpt import BURSTGPT
 from warmkv.simulator.traces.calls import Call, distinct, records
 from warmkv.simulator.traces.claude_code import CLAUDE_CODE
 from warmkv.simulator.traces.columns import Builder, Row, RowError, Trace, TraceError, join
-from warmkv.simulator.traces.files import STANDARD_INPUT, Digest, files_of, text_of
+from warmkv.simulator.traces.files import STANDARD_INPUT, Digest, are_parts_of_one, files_of, text_of
 from warmkv.simulator.traces.langfuse import LANGFUSE
 from warmkv.simulator.traces.litellm import LITELLM
 from warmkv.simulator.traces.mooncake import MOONCAKE
@@ -43,7 +43,8 @@ class Rows:
     Files of a folder that are of no known format are left out; `unrecognised` names them. Formats with records may be
     mixed, since they have one clock and usage of their own. `format` is that of the first file and known from the
     beginning, the rest when all is read. Raises TraceError if a file cannot be read, if none is of a known format and
-    none is named, if other formats are mixed, and at the first broken row or unknown file if `strict`.
+    none is named, if other formats are mixed, or files whose times and numbers are their own, and at the first broken
+    row or unknown file if `strict`.
     """
 
     def __init__(
@@ -160,7 +161,12 @@ class Rows:
 
     def _add_format(self, format: Format) -> None:
         """Note the format of the file that is read. Raises TraceError if it does not go with the others."""
-        self._formats.setdefault(format, self._file)
+        other = self._formats.setdefault(format, self._file)
+        if format.is_file_local and not are_parts_of_one(other, self._file):
+            raise TraceError(
+                f"{other} and {self._file} are of the format {format.name}, in which times and numbers are those of a "
+                "file; give each a folder of its own"
+            )
         if len(self._formats) > 1 and not all(one.records for one in self._formats):
             (first, before), *_ = self._formats.items()
             raise TraceError(

@@ -67,6 +67,7 @@ class Format:
     items: Callable[[IO[str]], Items]
     note: str = ""  # what the reader assumes
     records: bool = False  # whether its requests are records, with breakpoints, tenants and usage of their own
+    is_file_local: bool = False  # whether times, or numbers of blocks and sessions, mean something within a file alone
 
 
 def lines(file: IO[str]) -> Items:

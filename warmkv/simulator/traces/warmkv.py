@@ -27,16 +27,18 @@ _SPREAD = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[|\{\s*\n\s*\")")
 
 
 class LogLines(NamedTuple):
-    """Hold records in columns, those of failed requests as well, and the lines where they stand."""
+    """Hold records in columns, those to skip as well, and the lines where they stand."""
 
     chunk: Chunk
     lines: Sequence[int]
 
     @property
     def skipped(self) -> int:
-        """Count the records of requests that failed or were cancelled."""
-        status = self.chunk.words["status"]
-        return len(status) - status.count("ok")
+        """Count the records of requests that failed, were cancelled, or have a prompt of which nothing is known."""
+        status, prompts = self.chunk.words["status"], self.chunk.numbers["input_tokens"]
+        if prompts.all():
+            return len(status) - status.count("ok")
+        return sum(each != "ok" or not tokens for each, tokens in zip(status, prompts.tolist(), strict=True))
 
 
 def read(file: io.TextIOWrapper, refuse: Callable[[int, str], None]) -> Iterator[LogLines]:
@@ -135,13 +137,13 @@ def row_of(record: RequestRecord) -> Row:
 
 
 def rows_of(chunk: Chunk) -> Iterator[Row | None]:
-    """Yield `row_of` each record of a chunk; None for requests that failed or were cancelled."""
+    """Yield `row_of` each record of a chunk; None for those that are skipped."""
     numbers, words, counts = chunk.numbers, chunk.words, chunk.counts["hashes"].tolist()
     plain = [numbers[name].tolist() for name in ("arrival", "input_tokens", "output_tokens", "block_size")]
     blocks, at = chunk.keys[: sum(counts), 0].view("int64").tolist(), 0
     others = zip(*plain, words["session"], words["tenant"], words["status"], counts, strict=True)
     for arrival, prompt, output, size, session, tenant, status, count in others:
-        if status == "ok":
+        if status == "ok" and prompt:
             yield Row(arrival, prompt, output, blocks[at : at + count], size, session or None, tenant)
         else:
             yield None

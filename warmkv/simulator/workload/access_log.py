@@ -20,7 +20,7 @@ class Log:
 
     requests: RecordColumns
     broken: int = 0  # lines that are no records
-    skipped: int = 0  # records of requests that failed or were cancelled
+    skipped: int = 0  # records of requests that failed, were cancelled, or have no prompt
     faults: tuple[str, ...] = ()  # FILE:LINE: reason, of the first broken lines
 
 
@@ -47,5 +47,5 @@ def records(rows: Rows) -> RecordColumns:
     except RecordError as error:
         raise TraceError(str(error)) from None
     found = builder.build()
-    served = found.is_named("status", "ok")
+    served = found.is_named("status", "ok") & (found.input_tokens > 0)
     return (found if served.all() else found.take(served)).by_arrival()

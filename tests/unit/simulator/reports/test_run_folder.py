@@ -159,6 +159,20 @@ def test_the_report_is_one_page_with_the_figures(folder, done):
     assert not re.search(r"(src|href)=\"(?!#)", text)  # nothing from elsewhere
 
 
+def test_the_cost_of_groups_with_gpus_of_their_own_names_no_price(tmp_path):
+    for number, (tree, says) in enumerate(
+        [
+            ("simulator: {gpu: L4}", "GPU cost of all groups"),
+            ("cluster: {replicas: 2}", "GPU cost at $3 an hour (H100-SXM"),
+        ]
+    ):
+        settings = load(flags=[f"cluster.groups={{b: {{{tree}}}}}"], environ={})
+        run_folder.write(
+            tmp_path / str(number), run([], settings, Variant(), EXACT), meta(settings), settings.prices_of
+        )
+        assert says in (tmp_path / str(number) / "report.html").read_text()
+
+
 def test_the_same_run_writes_the_same_files(folder, tmp_path):
     other = run(records(), SETTINGS, Variant(), EXACT)
     run_folder.write(tmp_path / "other", other, meta(SETTINGS), SETTINGS.prices_of)

@@ -28,7 +28,8 @@ def trace_of(prompts, size=BLOCK):
     builder = Builder("test")
     for at, blocks, rest, session in prompts:
         tokens = max(0, len(blocks) - 1) * size + (min(rest, size) if blocks else size - 1)
-        builder.add(Row(at, tokens, 1, blocks, size, str(session), str(session)))
+        if tokens:
+            builder.add(Row(at, tokens, 1, blocks, size, str(session), str(session)))
     return builder.build()
 
 

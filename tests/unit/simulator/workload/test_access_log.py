@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.simulator.conversations import record
+from warmkv.simulator import traces
 from warmkv.simulator.traces import KEPT_FAULTS, TraceError
 from warmkv.simulator.workload import access_log
 
@@ -84,6 +85,14 @@ def test_broken_lines_are_counted_and_named(tmp_path):
     assert (len(trace.requests), trace.broken, trace.skipped) == (1, 2, 1)
     assert trace.faults[0].startswith(f"{log}:2: not JSON")
     assert trace.faults[1].startswith(f"{log}:5: not an access-log record")
+
+
+def test_requests_without_a_prompt_are_left_out_and_counted(tmp_path):
+    path = write(tmp_path / "log", *(record(n, [1] * n).to_json() for n in range(3)))
+    log = access_log.read(path)
+    assert ([one.input_tokens for one in log.requests], log.skipped, log.broken) == ([1, 2], 1, 0)
+    trace = traces.read(path)
+    assert (trace.input_tokens.tolist(), trace.skipped, trace.broken) == ([1, 2], 1, 0)
 
 
 def test_many_faults_are_counted_but_not_all_kept(tmp_path):

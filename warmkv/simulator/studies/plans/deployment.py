@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from warmkv.config import Config
+from warmkv.config import Config, place_in
 from warmkv.model_shape import ModelShape, config_file, figures
 from warmkv.simulator.studies.plans import peer_plan, sizing
 from warmkv.simulator.studies.plans.peer_plan import PeerPlan
@@ -46,6 +46,10 @@ class Deployment:
             f"cluster.gpus_per_replica={fixed.cluster.gpus_per_replica or 1.0}",
             "cluster.autoscaling=null",
         ]
+        for name, group in fixed.groups().items():
+            if name:  # else it would have as many replicas as are tried, or scale by itself
+                flags.append(place_in(name, f"cluster.replicas={group.cluster.replicas}"))
+                flags.append(place_in(name, "cluster.autoscaling=null"))
         if fixed.model.path == "tiny" and model != "tiny":
             named = str(path.parent) if Path(model).exists() else model
             flags.append(f"model.path={yaml.safe_dump(named).splitlines()[0]}")
@@ -54,8 +58,16 @@ class Deployment:
     def machines(self, gpus: Sequence[str], profiles: Mapping[str, str]) -> list[Machine]:
         """Return kinds of GPU, each a name or YAML of figures, with measured step times where it has a profile.
 
-        Raises SizingError if two have one name, and GridError.
+        Without any it is that of the settings. Raises SizingError if two have one name, or if the settings name a
+        profile as well or for several kinds, and GridError.
         """
+        simulator = self.configure(()).simulator
+        if simulator.profile is not None and (profiles or len(gpus) > 1):
+            raise SizingError(
+                "simulator.profile is of one GPU, and set already: give --profile GPU=FILE for each alone"
+            )
+        if not gpus:
+            return [sizing.machine(None, profiles.get(simulator.gpu.name), self.configure, self.shape)]
         found = [
             sizing.machine(yaml.safe_load(gpu), profiles.get(gpu), self.configure, self.shape)
             for gpu in dict.fromkeys(gpus)
@@ -88,12 +100,17 @@ def plan(
     measured = {} if results is None else sweep_quality.read(results)
     least = next((limit.bound for limit in limits if limit.name == "quality"), sizing.LEAST_QUALITY)
     good, lower = sizing.policies_of(measured, sweep.prompt_lengths(trace.requests), least)
-    evaluate = sizing.evaluator(trace, configure(()), configure, measured)
+    step_times: dict[str, None] = {}
+    tell = lambda said: step_times.update(dict.fromkeys(said))  # noqa: E731
+    evaluate = sizing.evaluator(trace, configure(()), configure, measured, tell)
     search = sizing.Search(evaluate, limits, max_replicas, progress)
 
     def choices_of(machine: Machine) -> list[Settings]:
         config = grid.point(machine.settings, configure).config
         return sizing.choices(config, shape, machine.gpu, host_bytes, good)
 
-    sized = search.run(machines, choices_of, lower or [sizing.UNMEASURED])
-    return sized, peer_plan.beside(search, sized, trace.requests, deployment.folder) if ask_peer else []
+    shown = [] if sizing.is_policy_set(configure(())) else lower or [sizing.UNMEASURED]
+    sized = search.run(machines, choices_of, shown)
+    beside = peer_plan.beside(search, sized, trace.requests, deployment.folder) if ask_peer else []
+    groups = {name: group.cluster.replicas for name, group in configure(()).groups().items() if name}
+    return replace(sized, step_times=tuple(step_times), groups=groups), beside

@@ -67,7 +67,7 @@ def beside(search: Search, sized: Sized, requests: Requests, model: Path) -> lis
     `model` is a folder with a config.json.
     """
     shown = sized.chosen or sized.nearest()
-    hits = 0.0 if shown is None else shown.figures["hit_rate_tokens"] or 0.0
+    hits = 0.0 if shown is None else shown.figures.get("hit_rate_tokens") or 0.0
     found: list[tuple[PeerPlan, SizingTrial | None]] = []
     for one in sized.machines:
         if not one.refused:

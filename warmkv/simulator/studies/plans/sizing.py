@@ -16,6 +16,7 @@ from warmkv.config import Config
 from warmkv.faults import UserError
 from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
+from warmkv.policies.memory_plan import MemoryPlanError
 from warmkv.policy_spec import PolicySpec
 from warmkv.simulator.cluster.memory import gpus_per_replica, plan
 from warmkv.simulator.studies.pareto import front
@@ -38,8 +39,10 @@ LEAST_QUALITY = 0.99
 MOST_POLICIES = 3
 UNMEASURED = "snapkv@0.2"
 """A policy to show what compression would save, where its quality was not measured."""
-IMPROVING = 0.99
-"""Doubling goes on while it lowers what exceeds a limit to this share of it at least."""
+GROWING = ("dollars_month", "gpu_", "replicas_")
+"""Figures, by how they begin, that more replicas raise: limits on them are checked on what the others need."""
+LOAD = ("e2e_p50", "refused")
+"""Figures that more replicas move under overload, where a share of requests may be 0 with twice as many."""
 REPLICAS, GPU, POLICY = "cluster.replicas", "simulator.gpu", "compression.policy"
 MOST_CHEAPER = 3
 
@@ -61,7 +64,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class SizingTrial:
-    """A deployment that was replayed."""
+    """A deployment that was replayed, or that does not fit its GPU."""
 
     gpu: str
     replicas: int
@@ -71,11 +74,12 @@ class SizingTrial:
     met: bool
     excess: float  # over all limits that are missed, as shares of them together
     lowered: bool = False  # by a policy of lower or unknown quality: shown, and never chosen
+    refused: str = ""  # why it was not replayed, so that its figures are unknown
 
     @property
     def dollars(self) -> float:
         """Return the dollars of a month."""
-        return self.figures["dollars_month"] or 0.0
+        return self.figures.get("dollars_month") or 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "settings"}
@@ -91,6 +95,8 @@ class Sized:
     best: Mapping[str, SizingTrial | None]  # by GPU: the cheapest within the limits
     saved: Mapping[str, tuple[tuple[Settings, int], ...]]  # by GPU: choices, and the replicas that each saved
     lower: tuple[SizingTrial, ...] = ()  # with policies of lower or unknown quality, within all other limits
+    step_times: tuple[str, ...] = ()  # where they come from, and what is to be said of them
+    groups: Mapping[str, int] = field(default_factory=dict)  # replicas of each group, beside those that are searched
 
     @property
     def chosen(self) -> SizingTrial | None:
@@ -103,13 +109,18 @@ class Sized:
         of = [trial for trial in self.trials if gpu in (None, trial.gpu)]
         return min(of, key=lambda trial: (trial.excess, trial.dollars), default=None)
 
+    def refusal(self, one: Machine) -> str:
+        """Return why nothing was replayed on a kind of GPU; an empty text where something was."""
+        nearest = self.nearest(one.gpu.name)
+        return one.refused or (nearest.refused if nearest else "")
+
     def cheaper(self) -> list[SizingTrial]:
         """Return what costs less than the choice: what misses limits, none of it both dearer and worse than another.
 
         After those, what keeps all limits but that of quality by another policy.
         """
         chosen = self.chosen
-        less = [one for one in self.trials if chosen is not None and one.dollars < chosen.dollars]
+        less = [one for one in self.trials if chosen is not None and one.dollars < chosen.dollars and not one.refused]
         late = [one for one in less if not one.met and not one.lowered]
         on = front([[one.dollars, one.excess] for one in late], (-1, -1)) if late else []
         first = sorted((one for one, best in zip(late, on, strict=True) if best), key=lambda one: one.excess)
@@ -119,13 +130,26 @@ class Sized:
 Evaluate = Callable[[Settings], Figures]
 
 
-def evaluator(trace: LoadedTrace, base: Config, configure: Configure, quality: Quality) -> Evaluate:
-    """Return what replays the trace under settings: the figures of a sweep, dollars of a month, quality if known."""
+def evaluator(
+    trace: LoadedTrace,
+    base: Config,
+    configure: Configure,
+    quality: Quality,
+    tell: Callable[[Sequence[str]], None] = lambda step_times: None,
+) -> Evaluate:
+    """Return what replays the trace under settings: the figures of a sweep, dollars of a month, quality if known.
+
+    It raises MemoryPlanError where a replica does not fit its GPU. `tell` gets what is to be said of step times.
+    """
     prompts, replays = prompt_lengths(trace.requests), Replays(trace.requests)
 
     def evaluate(settings: Settings) -> Figures:
         at = point(settings, configure)
+        for group in at.config.groups().values():
+            if (model := group.simulator.model).is_whole:
+                plan(group, model, group.simulator.gpu).check()
         (task,) = sweep.tasks_of([at], trace, base, "auto", False)
+        tell(task.step_times)
         found = replays.figures(task)
         policy = at.config.compression.policy
         kept = 1.0 if policy == PolicySpec() else sweep_quality.retention(quality, policy, prompts)
@@ -161,8 +185,12 @@ def limits_of(slo: str, config: Config, measured: bool) -> tuple[TuneConstraint,
 
 
 def machine(gpu: Any, profile: str | None, configure: Configure, model: ModelShape) -> Machine:
-    """Return a kind of GPU by its name or figures, and whether the model fits it. Raises GridError."""
-    settings: Settings = {GPU: gpu, "simulator.profile": profile}
+    """Return a kind of GPU and whether the model fits it; `gpu` is a name or figures, None for that of the settings.
+
+    Raises GridError.
+    """
+    given = {GPU: gpu, "simulator.profile": profile}
+    settings: Settings = {path: value for path, value in given.items() if value is not None}
     config = point(settings, configure).config
     found = config.simulator.gpu
     planned = plan(config, model, found)
@@ -178,16 +206,23 @@ def machine(gpu: Any, profile: str | None, configure: Configure, model: ModelSha
 def choices(config: Config, model: ModelShape, gpu: Gpu, host_bytes: int, policies: Sequence[str]) -> list[Settings]:
     """Return what may be tried beside the number of replicas, one after the other; what was set is left as it is."""
     engine, cache = config.engine, config.prefix_cache
-    found: list[Settings] = [{"engine.max_slots": slots} for slots in SLOTS if slots > engine.max_slots]
+    found: list[Settings] = []
+    if "max_slots" not in engine.model_fields_set:
+        found += [{"engine.max_slots": slots} for slots in SLOTS if slots > engine.max_slots]
     if cache.enabled and cache.memory_bytes == "auto":
         planned = plan(config, model, gpu)
         free = planned.kv.bytes + planned.stored.bytes
         found += [{"prefix_cache.memory_bytes": f"{int(free * share) >> 20}MiB"} for share in STORED]
     if cache.enabled and host_bytes and not cache.host.memory_bytes:
         found.append({"prefix_cache.host.memory_bytes": f"{host_bytes >> 20}MiB"})
-    if not all(group.batches_as_vllm for group in config.groups().values()):
+    if not (is_policy_set(config) or all(group.batches_as_vllm for group in config.groups().values())):
         found += [{POLICY: label} for label in policies]
     return found
+
+
+def is_policy_set(config: Config) -> bool:
+    """Return True if the settings name the policy that everything is replayed with."""
+    return "policy" in config.compression.model_fields_set
 
 
 def policies_of(quality: Quality, prompts: Mapping[int, int], least: float) -> tuple[list[str], list[str]]:
@@ -260,17 +295,23 @@ class Search:
         for label in policies if chosen.replicas > 1 else ():
             choice = {**chosen.choice, POLICY: label}
             found.append(search._fewest(one, choice, chosen.replicas - 1, chosen.replicas - 1))
-        return tuple(trial for trial in found if trial is not None)
+        return tuple(trial for trial in found if trial is not None and trial.met)
 
     def attempt(self, one: Machine, replicas: int, choice: Settings) -> SizingTrial:
-        """Replay a deployment, once."""
+        """Replay a deployment, once; of one that does not fit its GPU keep the reason."""
         settings = {**one.settings, REPLICAS: replicas, **choice}
         key = digest(settings)
         if key not in self.trials:
-            figures = self.evaluate(settings)
+            figures, refused = Figures(), ""
+            try:
+                figures = self.evaluate(settings)
+            except MemoryPlanError as error:
+                refused = error.reason
             excess = sum(max(0.0, limit.excess(figures)) for limit in self.limits)
             met = all(limit.met(figures) for limit in self.limits)
-            self.trials[key] = SizingTrial(one.gpu.name, replicas, choice, settings, figures, met, excess, self.lowered)
+            self.trials[key] = SizingTrial(
+                one.gpu.name, replicas, choice, settings, figures, met, excess, self.lowered, refused
+            )
             self.progress(len(self.trials))
         return self.trials[key]
 
@@ -282,9 +323,9 @@ class Search:
             if best is None:
                 near = self._nearest(one)
                 trial = self.attempt(one, near.replicas, tried)
-                if trial.met:
+                if not self._missed(trial):
                     best = self._fewest(one, tried, near.replicas, near.replicas)
-                if trial.excess < near.excess:
+                if self._missed_by(trial) < self._missed_by(near):
                     choice = tried
             elif best.replicas > 1:
                 better = self._fewest(one, tried, best.replicas - 1, best.replicas - 1)
@@ -294,16 +335,27 @@ class Search:
                     best, choice = better, tried
         if best is None and choice:
             best = self._fewest(one, choice, self._nearest(one).replicas, self.most)
-        return best
+        return best if best is not None and best.met else None
 
     def _nearest(self, one: Machine) -> SizingTrial:
         own = [trial for trial in self.trials.values() if trial.gpu == one.gpu.name]
-        return min(own, key=lambda trial: trial.excess)
+        return min(own, key=self._missed_by)
 
-    def _improves(self, before: SizingTrial, after: SizingTrial) -> bool:
-        """Return True if a limit that was missed is nearer now."""
-        pairs = [(limit.excess(before.figures), limit.excess(after.figures)) for limit in self.limits]
-        return any(then > 0 and now < IMPROVING * then for then, now in pairs)
+    def _missed(self, trial: SizingTrial) -> list[TuneConstraint]:
+        """Return the missed limits that more replicas can help to keep."""
+        return [
+            limit
+            for limit in self.limits
+            if not (limit.name.startswith(GROWING) and limit.sign in ("<", "<=")) and not limit.met(trial.figures)
+        ]
+
+    def _missed_by(self, trial: SizingTrial) -> float:
+        return sum(limit.excess(trial.figures) for limit in self._missed(trial))
+
+    def _moves(self, before: SizingTrial, after: SizingTrial) -> bool:
+        """Return True if twice the replicas change a figure whose limit is missed, or the load."""
+        names = {*(limit.name for limit in self._missed(before)), *LOAD}
+        return any(before.figures.get(name) != after.figures.get(name) for name in names)
 
     def _fewest(
         self,
@@ -312,30 +364,30 @@ class Search:
         first: int,
         most: int,
     ) -> SizingTrial | None:
-        """Return the trial with the fewest replicas, up to `most`, that is within the limits; None if none is.
+        """Return the trial with the fewest replicas, up to `most`, within the limits that replicas help to keep.
 
-        Begins with `first`, doubles while that helps, then halves what lies between the last outside and the first
-        within.
+        Begins with `first`, doubles while that changes anything, then halves what lies between the last outside and the
+        first within. Returns None if none is.
         """
         bad, count, before = 0, first, None
-        while not (found := self.attempt(one, count, choice)).met:
-            if count >= most or (before is not None and not self._improves(before, found)):
+        while self._missed(found := self.attempt(one, count, choice)):
+            if count >= most or found.refused or (before is not None and not self._moves(before, found)):
                 return None
             bad, count, before = count, min(2 * count, most), found
         while found.replicas - bad > 1:
             middle = (bad + found.replicas) // 2
             trial = self.attempt(one, middle, choice)
-            if trial.met:
-                found = trial
-            else:
+            if self._missed(trial):
                 bad = middle
+            else:
+                found = trial
         return found
 
 
 def rows_of(sized: Sized, configure: Configure) -> list[SweepRow]:
     """Return the trials as rows of a sweep, which its charts draw; the front is that of dollars and what is limited."""
     rows = []
-    for number, trial in enumerate(sized.trials, start=1):
+    for number, trial in enumerate((one for one in sized.trials if not one.refused), start=1):
         at: GridPoint = point(trial.settings, configure)
         settings = {"gpu": trial.gpu, REPLICAS: trial.replicas, **trial.choice}
         values: dict[str, float | str] = {path: at.value(path) for path in (REPLICAS, *trial.choice)}

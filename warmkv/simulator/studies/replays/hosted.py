@@ -19,6 +19,7 @@ from warmkv.policies.pricing import price
 from warmkv.prefixes.breakpoints import bill
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.usage import Usage
+from warmkv.simulator.studies.replays.variants import VariantError
 
 LEAST_EQUAL_READS = 0.95  # share of the judged requests
 MOST_READ_ERROR = MOST_BILL_ERROR = 0.05  # relative, in total
@@ -91,11 +92,13 @@ def compare(records: Sequence[RequestRecord], config: Config) -> Comparison:
     """Predict the usage of records in the order of arrival, and compare it with what they report.
 
     TTLs, the shortest prefix that is cached and prices are those of the configuration. Raises HostedError if no record
-    reports its usage.
+    reports its usage, and VariantError if one names a TTL that the configuration does not know.
     """
     reporting = [record for record in records if record.usage.prompt]
     if not reporting:
         raise HostedError("no request of the log reports its usage, so there is nothing to compare with")
+    for record in reporting:
+        _check_ttls(record, config.prefix_cache.ttls)
     cache = _ApiCache(config)
     findings: Counter[str] = Counter()
     examples: dict[str, list[str]] = {}
@@ -114,6 +117,15 @@ def compare(records: Sequence[RequestRecord], config: Config) -> Comparison:
             predicted_dollars += price(usage, prices[record.model]).total
     truth, guess = _total(reported), _total(predicted)
     return Comparison(len(reporting), truth, guess, dollars, predicted_dollars, dict(findings), examples)
+
+
+def _check_ttls(record: RequestRecord, ttls: Mapping[str, float]) -> None:
+    """Raise VariantError for a TTL of a record that has no length, and so no price."""
+    named = [mark.ttl for mark in record.marks] + [ttl for ttl, tokens in record.usage.written.items() if tokens]
+    if unknown := [ttl for ttl in named if ttl not in ttls]:
+        raise VariantError(
+            f"request {record.id}: TTL {unknown[0]!r} is not one of prefix_cache.ttls ({', '.join(ttls)})"
+        )
 
 
 class _ApiCache:
@@ -176,7 +188,7 @@ class _ApiCache:
             if mark.position < self._least:
                 continue
             entry, readable = self._entries.get(mark.key), record.arrival + record.ttft
-            ttl = self._lifetimes.ttls.get(mark.ttl, self._lifetimes.default)
+            ttl = self._lifetimes.ttls[mark.ttl]
             if entry is None or entry.expires < record.arrival:
                 self._entries[mark.key] = _Entry(ttl, record.arrival + ttl, readable)
                 continue

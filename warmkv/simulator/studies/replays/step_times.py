@@ -13,7 +13,7 @@ from warmkv.policy_spec import PolicySpec
 from warmkv.prefixes.record import RequestRecord
 from warmkv.prefixes.record_builder import columns_of
 from warmkv.simulator.cache.kv_shape import kv_shape
-from warmkv.simulator.cluster.memory import gpus_per_replica, resolved
+from warmkv.simulator.cluster.memory import gpus_per_replica, plan
 from warmkv.simulator.steps import roofline, step_profile
 from warmkv.simulator.steps.costs import (
     GroupTimes,
@@ -91,15 +91,24 @@ def _of_roofline(model: ModelShape, config: Config) -> tuple[StepTimes, str]:
     times = roofline.roofline(model, gpu, share)
     name = model.path.parent.name if model.path and model.path.suffix == ".json" else model.path and model.path.name
     source = f"roofline of {name or 'the model'} on {gpu.name}"
-    held = model.layer_bytes() + model.dtype_bytes * model.head_weights
-    sized = resolved(config)
-    held += sized.engine.kv_limit + sized.prefix_cache.memory_limit * config.prefix_cache.enabled
-    if held > gpu.memory * share:
-        source += (
-            f"; weights, engine.kv_bytes and prefix_cache.memory_bytes take {held / 1e9:.0f} GB, "
-            f"and a replica has {gpu.memory * share / 1e9:.0f}"
-        )
     return replace(times, overhead=config.simulator.overhead_seconds), source
+
+
+def crowding(config: Config) -> str:
+    """Return what explicit sizes take beyond the memory that replicas have, by group; an empty text if nothing."""
+    said = []
+    for name, group in config.groups().items():
+        model, gpu = group.simulator.model, group.simulator.gpu
+        if not model.is_whole:
+            continue
+        lines = {line.name: line.bytes for line in plan(group, model, gpu).lines}
+        held, room = lines["weights"] + lines["slots"] + lines["prefixes"], gpu.memory * gpus_per_replica(group)
+        if held > room:
+            said.append(
+                f"{f'group {name}: ' * bool(name)}weights, engine.kv_bytes and prefix_cache.memory_bytes take "
+                f"{held / 1e9:.0f} GB, and a replica has {room / 1e9:.0f}"
+            )
+    return "; ".join(said)
 
 
 def stand_ins(times: StepTimes, policies: Iterable[PolicySpec]) -> list[str]:

@@ -72,6 +72,8 @@ def read(text: str) -> ComparedRun:
     if not 1 <= number <= len(points):
         raise CompareError(f"{text}: the sweep has points 1 to {len(points)}; write {folder}:1")
     chosen = points[number - 1]
+    if why := chosen.get("unfit"):
+        raise CompareError(f"{text} has no figures: {why}")
     run = _point(text, folder / "points" / f"{chosen['key']}.json")
     return ComparedRun(text, run.settings, _numbers(results, chosen["figures"]))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
+import pickle
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,9 +16,11 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal
 
+from pydantic import ByteSize
+
 from warmkv import __version__
-from warmkv.config import Config, parse
-from warmkv.simulator.cluster.memory import gpus_per_replica
+from warmkv.config import Config
+from warmkv.simulator.cluster.memory import KV_BYTES, STORED_BYTES, gpus_per_replica, why_unfit
 from warmkv.simulator.steps.costs import StepCost, StepTimes
 from warmkv.simulator.studies.pareto import front
 from warmkv.simulator.studies.replays import step_times
@@ -47,6 +49,8 @@ class SweepTask:
     config: Config
     variant: Variant
     times: StepTimes
+    step_times: tuple[str, ...] = ()  # where they come from, and what is to be said of them
+    unfit: str = ""  # why it cannot be replayed: a replica does not fit its GPU
 
 
 Runner = Callable[[Sequence[SweepTask]], Iterator[tuple[SweepTask, Figures]]]
@@ -64,6 +68,7 @@ class SweepRow:
     policy: str
     figures: dict[str, float | None]  # None: unknown
     front: bool = False  # nothing else is better on every axis
+    unfit: str = ""  # why there are no figures
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON with null for unlimited: JSON has no infinity."""
@@ -88,28 +93,56 @@ def meta_of(trace: LoadedTrace, base: Config, source: Times, as_recorded: bool) 
 
 
 def tasks_of(
-    points: Sequence[GridPoint], trace: LoadedTrace, base: Config, source: Times, as_recorded: bool
+    points: Sequence[GridPoint],
+    trace: LoadedTrace,
+    base: Config,
+    source: Times,
+    as_recorded: bool,
+    others: Sequence[GridPoint] = (),
 ) -> list[SweepTask]:
     """Make a task for every point; its policy is that of the point's configuration, unless `as_recorded`.
 
     Step times are chosen once, since a fit to the log needs the settings it was recorded with; but where points differ
-    in them, each has its own. Raises UserError as `step_times.choose_cost` does, SweepError if both are asked for.
+    in them, these or `others` with which they are compared, each has its own. Raises UserError as
+    `step_times.choose_cost` does, SweepError if both are asked for.
     """
-    own = any(_step_settings(point.config) != _step_settings(base) for point in points)
+    own = any(_has_own_times(point.config, base) for point in (*points, *others))
     if own and source == "log":
         raise SweepError("the grid varies step times, and --step-times log takes them from the log")
-    known: dict[tuple[Any, ...], StepTimes] = {}
+    known: dict[Any, tuple[StepTimes, str]] = {}
     tasks = []
     for point in points:
-        config = point.config if own else base
-        chosen = _step_settings(config)
+        config = point.config if own else _as_recorded(base, point.config)
+        chosen = _step_settings(config) if own else _groups_but_for_size(config)
         if chosen not in known:
             where: Times = "config" if own else source
-            known[chosen], _ = step_times.choose_cost(trace.requests.records, config, recorded_policy(), where)
+            known[chosen] = step_times.choose_cost(trace.requests.records, config, recorded_policy(), where)
+        times, origin = known[chosen]
         key = digest(point.settings, *([_own_times(point.config)] if own else []))
         variant = Variant(point.ttl, None if as_recorded else point.config.compression.policy)
-        tasks.append(SweepTask(key, point.label, point.config, variant, known[chosen]))
+        stand_ins = [] if variant.policy is None else step_times.stand_ins(times, [variant.policy])
+        unfit = why_unfit(point.config)
+        crowding = "" if unfit else step_times.crowding(point.config)
+        said = (origin, *(f"not measured: {one}" for one in stand_ins), *([crowding] if crowding else []))
+        tasks.append(SweepTask(key, point.label, point.config, variant, times, said, unfit))
     return tasks
+
+
+def step_times_of(tasks: Iterable[SweepTask]) -> list[str]:
+    """Return where the step times of tasks come from and what is to be said of them, each once."""
+    return list(dict.fromkeys(said for task in tasks for said in task.step_times))
+
+
+def _as_recorded(base: Config, config: Config) -> Config:
+    """Return the settings of a log with the groups of others; those that the log may have are as there."""
+    groups = {name: base.cluster.groups.get(name, tree) for name, tree in config.cluster.groups.items()}
+    return base.model_copy(update={"cluster": base.cluster.model_copy(update={"groups": groups})})
+
+
+def _groups_but_for_size(config: Config) -> str:
+    """Name the groups and their settings but for those of the cluster: replicas change no step time."""
+    groups = config.cluster.groups.items()
+    return digest({name: {part: of for part, of in tree.items() if part != "cluster"} for name, tree in groups})
 
 
 def _own_times(config: Config) -> str:
@@ -122,7 +155,13 @@ def _own_times(config: Config) -> str:
     return ",".join(map(of, config.groups().values()))
 
 
-def _step_settings(config: Config) -> tuple[Any, ...]:
+def _has_own_times(config: Config, base: Config) -> bool:
+    """Return True if settings differ in what step times come from; a group that the base lacks begins as its others."""
+    known = dict(_step_settings(base))
+    return any(found != known.get(name, known[""]) for name, found in _step_settings(config))
+
+
+def _step_settings(config: Config) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     def of(group: Config) -> tuple[Any, ...]:
         simulator = group.simulator
         found = tuple(getattr(simulator, name) for name in STEP_SETTINGS)
@@ -130,7 +169,7 @@ def _step_settings(config: Config) -> tuple[Any, ...]:
             found += (simulator.model, simulator.gpu, gpus_per_replica(group))
         return found
 
-    return tuple((name, *of(group)) for name, group in config.groups().items())
+    return tuple((name, of(group)) for name, group in config.groups().items())
 
 
 # --- doing it ---------------------------------------------------------------------------------------------------
@@ -148,7 +187,7 @@ def processes(trace: LoadedTrace, base: Config, workers: int) -> Iterator[Runner
     # Spawned, since a fork would copy the threads' locks of whoever calls. Ctrl-C ends the workers without a word.
     context, default = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_DFL)
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=default)
-    source = (replace(trace.source, path=trace.source.path.resolve()), trace.sha256, base.model_dump_json())
+    source = (replace(trace.source, path=trace.source.path.resolve()), trace.sha256, pickle.dumps(base))
 
     def run(tasks: Sequence[SweepTask]) -> Iterator[tuple[SweepTask, Figures]]:
         try:
@@ -164,14 +203,14 @@ def processes(trace: LoadedTrace, base: Config, workers: int) -> Iterator[Runner
         pool.shutdown(cancel_futures=True)
 
 
-def _run_in_worker(source: Source, sha256: str, base: str, task: SweepTask) -> Figures:
+def _run_in_worker(source: Source, sha256: str, base: bytes, task: SweepTask) -> Figures:
     return _replays(source, sha256, base).figures(task)
 
 
 @lru_cache(maxsize=1)
-def _replays(source: Source, sha256: str, base: str) -> Replays:
+def _replays(source: Source, sha256: str, base: bytes) -> Replays:
     """Read the trace once in a worker process, for its first point."""
-    trace = read(source, parse(json.loads(base)))
+    trace = read(source, pickle.loads(base))
     if trace.sha256 != sha256:
         raise SweepError(f"{source.path} has changed since the sweep began")
     return Replays(trace.requests)
@@ -186,11 +225,11 @@ def sweep(
 ) -> list[Figures]:
     """Replay every point and return figures in order.
 
-    Points in the folder are not repeated; finished ones are kept at once.
+    Points in the folder are not repeated; finished ones are kept at once. Those that do not fit their GPU have none.
 
     Raises SweepError.
     """
-    done: dict[str, Figures] = {}
+    done: dict[str, Figures] = {task.key: {} for task in tasks if task.unfit}
     for task in tasks:
         if (found := folder.load(task.key)) is not None:
             done[task.key] = found["figures"]
@@ -227,14 +266,22 @@ def rows_of(
         kept = None if policy is None else sweep_quality.retention(quality, policy, prompts)
         values = {path: point.value(path) for path in point.settings}
         found: dict[str, float | None] = {**served_figures(result), "quality": kept}
-        rows.append(SweepRow(number, task.key, point.settings, values, task.variant.label, found))
+        label = task.variant.label
+        rows.append(SweepRow(number, task.key, point.settings, values, label, found, unfit=task.unfit))
     return rows
 
 
 def known_figures(configs: Iterable[Config]) -> list[str]:
     """Return the names of all figures under any of the configurations: those of an empty replay, and quality."""
-    nothing = (replay([], config, [Variant()], StepCost(0.0, 0.0, 0.0))[0] for config in configs)
+    nothing = (replay([], _with_explicit_sizes(config), [Variant()], StepCost(0.0, 0.0, 0.0))[0] for config in configs)
     return [*dict.fromkeys(name for result in nothing for name in figures(result)), "quality"]
+
+
+def _with_explicit_sizes(config: Config) -> Config:
+    """Return settings whose replicas need fit no GPU."""
+    engine = config.engine.model_copy(update={"kv_bytes": ByteSize(KV_BYTES), "step_tokens": 1})
+    cache = config.prefix_cache.model_copy(update={"memory_bytes": ByteSize(STORED_BYTES)})
+    return config.model_copy(update={"engine": engine, "prefix_cache": cache})
 
 
 def names_of(rows: Iterable[SweepRow]) -> list[str]:
@@ -274,7 +321,7 @@ def without_effect(rows: Sequence[SweepRow]) -> list[str]:
     for path in paths:
         groups: dict[str, list[SweepRow]] = {}
         for row in rows:
-            if path not in row.settings:
+            if path not in row.settings or row.unfit:
                 continue
             rest = digest({other: value for other, value in row.settings.items() if other != path})
             groups.setdefault(rest, []).append(row)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from warmkv.faults import UserError
+from warmkv.terminal import json_text
 
 FORMAT = 1
 
@@ -27,7 +28,7 @@ class SweepFolder:
         """
         self.path, self.points = path, path / "points"
         known = path / "meta.json"
-        self.meta: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **meta}))
+        self.meta: dict[str, Any] = json.loads(json_text({"format": FORMAT, **meta}))
         if known.exists():
             try:
                 before = json.loads(known.read_text(encoding="utf-8"))
@@ -43,7 +44,7 @@ class SweepFolder:
             raise SweepError(f"{path} is not empty and holds no sweep; choose another --out")
         self.points.mkdir(parents=True, exist_ok=True)
         if not known.exists():
-            self.write("meta.json", json.dumps(self.meta, indent=2) + "\n")
+            self.write("meta.json", json_text(self.meta) + "\n")
 
     def load(self, key: str) -> dict[str, Any] | None:
         """Load a finished point; None if it is missing or damaged."""
@@ -55,7 +56,7 @@ class SweepFolder:
 
     def store(self, key: str, point: Mapping[str, Any]) -> None:
         """Keep a finished point; it is there whole or not at all."""
-        self.write(f"points/{key}.json", json.dumps(point, indent=2) + "\n")
+        self.write(f"points/{key}.json", json_text(point) + "\n")
 
     def write(self, name: str, text: str) -> None:
         """Write a file; it is there whole or not at all."""

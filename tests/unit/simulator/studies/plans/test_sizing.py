@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.simulator.conversations import record
 from warmkv.config import Config, load
 from warmkv.gpus import Gpu
 from warmkv.model_shape import ModelShape
+from warmkv.policies.memory_plan import MemoryPlanError
 from warmkv.simulator.reports import plan_page
 from warmkv.simulator.studies.plans.sizing import (
     LEAST_QUALITY,
@@ -21,12 +25,14 @@ from warmkv.simulator.studies.plans.sizing import (
     Sized,
     SizingError,
     choices,
+    evaluator,
     limits_of,
     machine,
     policies_of,
 )
 from warmkv.simulator.studies.sweeps.sweep_quality import Curve
 from warmkv.simulator.studies.sweeps.tune import TuneConstraint, TuneError
+from warmkv.simulator.workload.source import Source, read
 
 SHAPE = ModelShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocabulary=128256, dtype_bytes=2
@@ -132,6 +138,38 @@ def test_doubling_ends_where_it_does_not_help() -> None:
     assert [trial.replicas for trial in constant.trials.values()] == [1, 2]
 
 
+@pytest.mark.parametrize("text", ["in_slo>0.95", "goodput>9.5"])
+def test_doubling_goes_on_while_a_share_is_small_or_zero(text: str) -> None:
+    """Find the replicas for a share of requests that overload keeps at 0, then lets grow by less than its limit."""
+
+    def evaluate(settings: dict[str, Any]) -> dict[str, float | None]:
+        replicas = settings["cluster.replicas"]
+        share = 0.0 if replicas < 4 else min(1.0, 0.005 * replicas if replicas < 13 else 0.06 * replicas)
+        return {"in_slo": share, "goodput": 10 * share, "e2e_p50": 60 / replicas, "dollars_month": replicas * 2190.0}
+
+    limits = limits_of(text, configure([]), False)
+    chosen = Search(evaluate, limits).run(MACHINES[:1], lambda one: []).chosen
+    assert chosen is not None
+    assert chosen.replicas == 16
+
+
+def test_limits_that_grow_with_replicas_are_checked_on_what_the_others_need() -> None:
+    def evaluate(settings: dict[str, Any]) -> dict[str, float | None]:
+        replicas = settings["cluster.replicas"]
+        ttft = (2.0 if settings.get("engine.max_slots") == 64 else 2.7) / replicas
+        return {"ttft_p99": ttft, "refused": 0.0, "dollars_month": replicas * 2190.0, "gpu_dollars": replicas * 3.0}
+
+    def chosen(text: str, *choice: dict[str, Any]) -> int | None:
+        limits = limits_of(text, configure([]), False)
+        found = Search(evaluate, limits).run(MACHINES[:1], lambda one: list(choice)).chosen
+        return found and found.replicas
+
+    assert chosen("ttft_p99<1,dollars_month<7000") == 3
+    assert chosen("ttft_p99<1,gpu_dollars<=9") == 3
+    assert chosen("ttft_p99<1.1,dollars_month<6000") is None
+    assert chosen("ttft_p99<1.1,dollars_month<6000", {"engine.max_slots": 64}) == 2
+
+
 def test_the_same_again_replays_the_same() -> None:
     first, second = (size(({"engine.max_slots": 64},), H100=8.5, L4=30.0) for _ in range(2))
     assert first == second
@@ -145,6 +183,44 @@ def test_a_gpu_that_is_too_small_is_not_tried() -> None:
     sized = Search(service(), LIMITS).run([refused], lambda one: [])
     assert sized.trials == ()
     assert plan_page.why(sized) == [f"Nothing can be planned: L4: {refused.refused}."]
+
+
+def test_what_does_not_fit_its_gpu_is_a_trial_with_the_reason() -> None:
+    """Go on with other choices, and with other GPUs where nothing fits, as groups of replicas may not."""
+
+    def evaluate(settings: dict[str, Any]) -> dict[str, float | None]:
+        if settings["simulator.gpu"] == "L4" or settings.get("engine.max_slots") == 256:
+            raise MemoryPlanError("the model does not fit: needed 3, given 2\n  weights 3")
+        return service(H100=8.5)(settings)
+
+    slots: list[dict[str, Any]] = [{"engine.max_slots": 256}, {"engine.max_slots": 64}]
+    sized = Search(evaluate, LIMITS).run(MACHINES, lambda one: slots)
+    chosen = sized.chosen
+    assert chosen is not None
+    assert (chosen.gpu, chosen.replicas, chosen.choice) == ("H100-SXM", 6, {"engine.max_slots": 64})
+    reason = "the model does not fit: needed 3, given 2"
+    unfit = [trial for trial in sized.trials if trial.refused]
+    assert {(trial.refused, trial.met, *trial.figures) for trial in unfit} == {(reason, False)}
+    assert not set(map(id, unfit)) & set(map(id, sized.cheaper()))
+    assert f"L4: {reason}." in plan_page.why(sized)
+    nothing = Search(evaluate, LIMITS).run(MACHINES[1:], lambda one: slots)
+    assert plan_page.why(nothing) == [f"Nothing can be planned: L4: {reason}."]
+
+
+def test_every_trial_is_held_to_the_memory_plan_of_its_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text(record(0.0, [1] * 10, 1).to_json() + "\n")
+    model = f"simulator.model={json.dumps(SHAPE.model_dump(mode='json'))}"
+
+    def sized_as(flags: Any) -> Config:
+        return configure([model, "simulator.gpu={name: L4, memory: 22.0e9}", *flags])
+
+    evaluate = evaluator(read(Source(file), configure([])), sized_as(()), sized_as, {})
+    assert evaluate({})["ttft_p99"] is not None
+    explicit = {"engine.kv_bytes": "9GiB", "prefix_cache.memory_bytes": "1GiB", "engine.step_tokens": 512}
+    for settings in ({"engine.max_slots": 512}, explicit):
+        with pytest.raises(MemoryPlanError):
+            evaluate(settings)
 
 
 def test_limits_are_completed() -> None:

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.simulator.test_traces import claude_code, lines
-from warmkv.config import Config
+from warmkv.config import Config, load
 from warmkv.prefixes.record import Candidate, Mark, RequestRecord
 from warmkv.prefixes.usage import Usage
 from warmkv.simulator.studies.replays.hosted import HostedError, compare
+from warmkv.simulator.studies.replays.variants import VariantError
 from warmkv.simulator.traces.reader import Rows
 
 CONFIG = Config()
@@ -135,6 +136,15 @@ def test_a_session_of_claude_code_is_as_predicted(tmp_path):
     answers[3] = claude_code("3", 2150, 150, at=at[3], parent=None)  # an API that keeps longer than it says
     (tmp_path / "s.jsonl").write_text(lines(*answers))
     assert compare(list(Rows(tmp_path / "s.jsonl")), CONFIG).findings == {"equal": 3, "unforeseen": 1}
+
+
+def test_a_ttl_that_the_settings_do_not_know_is_refused():
+    config = load(flags=["prefix_cache.ttls={5m: 300}", "pricing.write={5m: 1.25}"], environ={})
+    hour = asked(9, (900, "1h"), reported=written(900, "1h", rest=100))
+    for unknown in (hour, replace(hour, marks=()), replace(hour, usage=Usage(1000, 0, {}, 5))):
+        with pytest.raises(VariantError, match=r"request at-9: TTL '1h' is not one of prefix_cache.ttls \(5m\)"):
+            compare([FIRST, unknown], config)
+    assert compare([FIRST], config).findings == {"equal": 1}
 
 
 def test_short_prefixes_are_not_cached_and_logs_without_usage_are_refused():

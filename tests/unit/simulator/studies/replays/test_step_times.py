@@ -80,8 +80,11 @@ def test_a_model_on_a_gpu_gives_a_roofline(tmp_path):
     assert kv_shape(settings).token_bytes == 2 * 2 * 4 * 16 * 2
 
     sizes = ["engine.kv_bytes=12GB", "prefix_cache.memory_bytes=512MiB", "engine.step_tokens=512"]
-    crowded = load(flags=[*flags, *sizes], environ={})
-    assert step_times.choose_cost([], crowded, recorded_policy())[1].endswith("take 13 GB, and a replica has 12")
+    groups = "cluster.groups={half: {cluster: {gpus_per_replica: 0.25}}, whole: {cluster: {gpus_per_replica: 1}}}"
+    crowded = load(flags=[*flags, *sizes, groups], environ={})
+    sizes_take = "weights, engine.kv_bytes and prefix_cache.memory_bytes take 13 GB, and a replica has"
+    assert step_times.crowding(crowded) == f"{sizes_take} 12; group half: {sizes_take} 6"
+    assert step_times.crowding(settings) == step_times.crowding(config()) == ""
     (result,) = replay([record(0.0, [1] * 20, output=5)], settings, [Variant()], times)
     assert result.ttft.p50 > OVERHEAD_SECONDS
     assert result.gpu_dollars == pytest.approx(0.5 * result.seconds / 3600 * settings.simulator.gpu.dollars)

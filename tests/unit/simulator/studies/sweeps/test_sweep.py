@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.unit.simulator.conversations import record
+from tests.unit.simulator.conversations import config, record, with_timings
+from tests.unit.simulator.conversations import run as replayed
+from tests.unit.simulator.steps.test_step_profile import profile
 from warmkv.config import load
 from warmkv.simulator.reports import sweep_page
-from warmkv.simulator.steps.costs import StepCost
+from warmkv.simulator.steps import step_profile
+from warmkv.simulator.steps.costs import StepCost, times_of
 from warmkv.simulator.studies.replays.replay import replay
 from warmkv.simulator.studies.replays.summary import figures
 from warmkv.simulator.studies.replays.variants import Variant
@@ -89,14 +93,17 @@ def test_a_public_trace_is_read_alike_by_every_worker(tmp_path):
     records = generator.generate(settings, np.random.SeedSequence(4), BASE)
     mooncake.write(trace_of(records), tmp_path / "trace")
     public = read(Source(tmp_path / "trace", block_size=BASE.prefix_cache.block_size), BASE)
-    axes = {"ttl": ["1s", "1h"]}
-    here, _ = run(public, tmp_path / "here", axes)
-    with sweep.processes(public, BASE, 1) as runner:
-        there, _ = run(public, tmp_path / "there", axes, runner=runner)
+    axes = {"ttl": ["1s", "1h"], "simulator.slo.tpot": [math.inf]}
+    base = load(flags=["simulator.slo.tpot=.inf"], environ={})  # of which workers and JSON must know
+    here, _ = run(public, tmp_path / "here", axes, base=base)
+    with sweep.processes(public, base, 1) as runner:
+        there, _ = run(public, tmp_path / "there", axes, runner=runner, base=base)
     assert here == there
+    for file in (tmp_path / "here").rglob("*.json"):
+        assert json.loads(file.read_text(), parse_constant=pytest.fail)["config"]["simulator"]["slo"]["tpot"] is None
     assert here[0].figures["hit_rate_tokens"] < here[1].figures["hit_rate_tokens"]
     with pytest.raises(SweepError, match=r"reading\.scope: global there, session here"):
-        run(replace(public, source=replace(public.source, scope="session")), tmp_path / "here", axes)
+        run(replace(public, source=replace(public.source, scope="session")), tmp_path / "here", axes, base=base)
 
 
 def test_turns_wait_for_the_answer_before_them_unless_times_are_as_recorded(tmp_path):
@@ -206,6 +213,74 @@ def test_gpus_are_compared_by_the_roofline_of_a_model_and_by_price(trace, tmp_pa
     (cheap, dear) = (row.figures for row in rows)
     assert cheap["ttft_p50"] == dear["ttft_p50"]
     assert cheap["gpu_dollars"] < dear["gpu_dollars"]
+
+
+def test_a_point_that_does_not_fit_its_gpu_has_no_figures_and_a_reason(trace, tmp_path, capsys):
+    sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype_bytes": 2}
+    model = {**sizes, "intermediate": 14336, "vocabulary": 128256}
+    gpus = [{"name": "L4", "memory": memory} for memory in (12e9, 22e9)]
+    axes = {"simulator.model": [model], "simulator.gpu": gpus}
+    for _ in range(2):  # the second goes on with what is there
+        rows, asked = run(trace, tmp_path / "run", axes)
+        assert [row.unfit.partition(":")[0] for row in rows] == ["the model does not fit the memory of a replica", ""]
+        assert rows[0].figures == {"quality": None}
+        assert rows[1].figures["requests"] > 0
+    assert asked == []
+    rows = sweep.with_front(rows, ["dollars", "ttft_p99"])
+    assert [row.front for row in rows] == [False, True]
+    assert "simulator.gpu" not in sweep.without_effect(rows), "nothing was compared"
+    sweep_page.show(rows, ["dollars", "ttft_p99"], [], Console(width=200))
+    meta = {"trace": {"file": "log", "requests": 9, "sha256": ""}, "step_times": {"source": "auto"}, "warmkv": ""}
+    for shown in (capsys.readouterr().out, sweep_page.render(meta, rows, ["dollars", "ttft_p99"], [], [])):
+        assert f"not replayed, #1: {rows[0].unfit}" in shown
+    small = points_of(axes)[0].config
+    assert sweep.known_figures([small]) == list(rows[1].figures)
+
+
+def test_where_step_times_come_from_and_what_is_amiss_is_told(trace, tmp_path):
+    step_profile.write(profile(full=((1, 1, 1, 1), (1, 1, 1), (1, 1, 1))), tmp_path / "profile.json")
+    axes = {"simulator.profile": [str(tmp_path / "profile.json")], "compression.policy": ["full", "snapkv"]}
+    source, stand_in = sweep.step_times_of(sweep.tasks_of(points_of(axes), trace, BASE, "auto", False))
+    assert source.startswith(f"measured, {tmp_path / 'profile.json'} (small on a CPU")
+    assert source.endswith("its model's KV shape is not that of simulator.model")
+    assert stand_in == "not measured: snapkv gets the times of full"
+
+    sizes = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 64, "dtype_bytes": 2}
+    model = {**sizes, "intermediate": 2048, "vocabulary": 9}
+    axes = {"simulator.model": [model], "engine.kv_bytes": ["90GB"], "prefix_cache.memory_bytes": ["1GB"]}
+    tasks = sweep.tasks_of(points_of({**axes, "engine.step_tokens": [512]}), trace, BASE, "auto", False)
+    origin, crowding = sweep.step_times_of(tasks)
+    assert origin == "roofline of the model on H100-SXM"
+    assert crowding.endswith("take 91 GB, and a replica has 80")
+
+
+def test_groups_alone_leave_step_times_as_the_log_has_them(tmp_path):
+    """Fit the log for a group that it does not have; only settings of the simulator end the fit, for all points."""
+    bare = [record(float(n), [n] * 9, output=5) for n in range(30)]
+    log = with_timings(replayed(bare, config(), cost=StepCost(0.005, 1e-4, 5e-7))[0])
+    (tmp_path / "log").write_text("".join(one.to_json() + "\n" for one in log))
+    measured = read(Source(tmp_path / "log"), BASE)
+
+    def tasks_of(*trees, others=()):
+        points = [points_of({"cluster.groups": [tree]})[0] for tree in (*trees, *others)]
+        return sweep.tasks_of(points[: len(trees)], measured, BASE, "auto", False, points[len(trees) :])
+
+    fitted = "fitted to 30 measured requests of the log"
+    more = {"b": {"engine": {"max_slots": 8}}}
+    present, two, three = tasks_of({}, more, {"b": {**more["b"], "cluster": {"replicas": 3}}})
+    assert present.step_times == (fitted,)
+    assert two.step_times == (f"replica: {fitted}; b: {fitted}",)
+    assert times_of(two.times, "") == present.times == times_of(tasks_of({})[0].times, "")
+    assert two.times is three.times
+
+    own = {"b": {"simulator": {"step_a": 0.5}}}
+    configured = "configuration (simulator.step_*)"
+    assert [task.step_times for task in tasks_of({}, own)] == [
+        (configured,),
+        (f"replica: {configured}; b: {configured}",),
+    ]
+    (alone,) = tasks_of({}, others=[own])
+    assert alone.step_times == (configured,), "what is compared with others has their kind of step times"
 
 
 def test_the_policy_is_that_of_the_point_unless_it_is_kept_as_recorded(trace, tmp_path):

@@ -199,6 +199,23 @@ def test_present_settings_that_serve_nothing_are_told_and_beaten_by_any_that_do(
     assert "max_context: 100000" in found.stdout
 
 
+def test_choices_that_do_not_fit_the_gpu_are_told_and_not_chosen(files, tmp_path):
+    sizes = "layers: 32, hidden: 4096, heads: 32, kv_heads: 8, head_dim: 128, intermediate: 14336, vocabulary: 128256"
+    (tmp_path / "space.yaml").write_text("engine.max_slots: [16, 512]")
+    machine = [
+        "--set",
+        f"simulator.model={{{sizes}, dtype_bytes: 2}}",
+        "--set",
+        "simulator.gpu={name: L4, memory: 22.0e9}",
+    ]
+    options = ["--grid", tmp_path / "space.yaml", "--minimize", "ttft_p99", "--out", tmp_path / "run", "--workers", 1]
+    for _ in range(2):  # the second goes on with what is there
+        found = call("tune", files / "log.jsonl", *options, *machine)
+        assert found.exit_code == 0, found.output
+        assert "not replayed, max_slots 512: the model does not fit the memory of a replica" in found.stdout
+        assert "tried 2 of 2 choices" in found.stdout
+
+
 def test_limits_on_refusals_are_added_unless_they_are_asked_about():
     before = {"refused": 3.0, "cost": 1.0}
     assert refusing_no_more([], "cost", before) == [TuneConstraint("refused", "<=", 3.0)]
