@@ -21,6 +21,7 @@ from warmkv.platform.gateway.access.authentication import Authentication, operat
 from warmkv.platform.gateway.access.browsers import OperatorsCors
 from warmkv.platform.gateway.access.limits import EndLeases, TenantLimiter
 from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai_body, refusals
+from warmkv.platform.gateway.apis.json_answer import json_answer
 from warmkv.platform.gateway.apis.messages import answers as messages
 from warmkv.platform.gateway.apis.messages.requests import check_version
 from warmkv.platform.gateway.apis.openai import answers as openai
@@ -230,7 +231,8 @@ def add_completions(app: FastAPI, apis: ApiContext) -> None:
         if choices.asked.stream:
             written = partial(openai.stream, choices)
             return EventStream(written, choices, OPENAI_PING, PING_SECONDS, choices.asked.headers)
-        return JSONResponse(await openai.respond(choices), headers=choices.asked.headers)
+        asked = choices.asked
+        return await json_answer(await openai.respond(choices), asked.headers, large=asked.tells_logprobs)
 
 
 def add_responses(app: FastAPI, apis: ApiContext, stored: ResponseStore, others: OtherGateways | None) -> None:
@@ -271,7 +273,7 @@ def add_responses(app: FastAPI, apis: ApiContext, stored: ResponseStore, others:
         if asked.stream:
             written = partial(responses.stream, exchange, apis.service.config.model.name)
             return EventStream(written, admission, OPENAI_PING, PING_SECONDS, asked.headers)
-        return JSONResponse(await responses.respond(exchange), headers=asked.headers)
+        return await json_answer(await responses.respond(exchange), asked.headers, large=asked.tells_logprobs)
 
     @app.get("/v1/responses/{name}")
     async def get_response(request: Request, name: str) -> Response:

@@ -34,6 +34,7 @@ from warmkv.replicas.protocol import (
 log = logging.getLogger(__name__)
 
 MOST_UNREAD = 1 << 20  # characters of an answer that wait for its client
+LOGPROB_CHARACTERS = 32  # that take as much memory as a token and its log-probability
 LONGEST_HELLO = 1024  # bytes
 HELLO_SECONDS = 10.0
 
@@ -63,7 +64,7 @@ class Mailbox:
         if isinstance(event, Delta):
             if not self._events and self._taken(event):
                 return
-            self._unread += len(event.text)
+            self._unread += _characters(event)
             if self._unread > MOST_UNREAD:
                 self._events.clear()
                 self.fail(ApiError("timeout_error", "The client did not read its answer."))
@@ -104,13 +105,13 @@ class Mailbox:
         event = self._events.popleft()
         if not isinstance(event, Delta):
             return event
-        self._unread -= len(event.text)
+        self._unread -= _characters(event)
         if not (self._events and isinstance(self._events[0], Delta)):
             return event
         deltas = [event]
         while self._events and isinstance(more := self._events[0], Delta):
             self._events.popleft()
-            self._unread -= len(more.text)
+            self._unread -= _characters(more)
             deltas.append(more)
         text = "".join(delta.text for delta in deltas)
         tokens = tuple(token for delta in deltas for token in delta.tokens)
@@ -130,6 +131,12 @@ class Mailbox:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _characters(delta: Delta) -> int:
+    """Return the size of text that waits, with its log-probabilities."""
+    logprobs = sum(1 + len(one.top) for one in delta.logprobs) if delta.logprobs else 0
+    return len(delta.text) + LOGPROB_CHARACTERS * logprobs
 
 
 class Watch:

@@ -295,8 +295,12 @@ def test_text_that_cannot_be_made_ends_one_answer():
     asyncio.run(run())
 
 
-def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody(monkeypatch):
-    monkeypatch.setattr(streams, "MOST_UNREAD", 100)
+LOGPROB = TokenLogprobs(1, -0.5, ((1, -0.5), (2, -1.5)))
+
+
+@pytest.mark.parametrize(("logprobs", "most"), [((), 100), ((LOGPROB,), 25 * (4 + 3 * streams.LOGPROB_CHARACTERS))])
+def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody(monkeypatch, logprobs, most):
+    monkeypatch.setattr(streams, "MOST_UNREAD", most)
 
     async def run() -> None:
         replies, closed = Replies("127.0.0.1"), []
@@ -305,14 +309,15 @@ def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody(monkeypatch):
         connection.connection_made(Wire())
         connection.data_received(hello_to(replies))
         for number in range(30):
-            both = [(box.stream, Delta("text", number + 1, (number,))) for box in (slow, other)]
+            both = [(box.stream, Delta("text", number + 1, (number,), logprobs)) for box in (slow, other)]
             connection.data_received(encode(both))
             if number % 10 == 9:
                 event = cast(Delta, await other.__anext__())
                 assert (event.text, event.output_tokens) == ("text" * 10, number + 1)
                 assert event.tokens == tuple(range(number - 9, number + 1))
+                assert (event.logprobs, other._unread) == (logprobs * 10, 0)
             held = slow._unread if slow in replies.open.values() else 0
-            assert held <= 100
+            assert held <= most
         assert closed == [slow]
         with pytest.raises(ApiError, match="did not read"):
             await slow.__anext__()

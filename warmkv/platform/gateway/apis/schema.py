@@ -180,6 +180,11 @@ class ParsedRequest:
         """Return the most tokens that all its answers may use."""
         return len(self.prompt.tokens) + self.n * self.sampling.max_tokens
 
+    @property
+    def tells_logprobs(self) -> bool:
+        """Return True where log-probabilities are told, of answers or of the prompt."""
+        return self.sampling.logprobs is not None or self.prompt_logprobs is not None
+
 
 B = TypeVar("B", bound=Body)
 

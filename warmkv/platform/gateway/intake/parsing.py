@@ -35,7 +35,7 @@ from warmkv.replicas.protocol import SamplingParams, ThinkingBudget
 from warmkv.request_context import session_of_body
 
 EDITED_CONTEXTS = 4  # a conversation may be as many contexts long before context_management clears some of it
-MOST_PROMPT_LOGPROBS = 1 << 18  # in an answer, of some 15 MB
+MOST_LOGPROBS = 1 << 18  # of a request's prompts and answers: some 100 MB until they are written, 20 MB of JSON
 THINKING_SHARE = 0.75  # of the tokens that max_tokens is cut to, at most; the rest is for the answer
 
 
@@ -156,12 +156,12 @@ class Parsing:
             left_out.note(f"chat_template_kwargs.{name}")
         prompt = self.prompts.tokenized(arrival, tokenizer, openai.turns(body), field, taken)
         asked = self._completion(body, prompt, left_out)
-        check_prompt_logprobs([asked])
         budget, place = body.thinking_token_budget, "thinking_token_budget"
         policy = _policy(arrival, body.warmkv)
         sampling = self._thinking_at_most(budget, place, asked.sampling, policy, prompt, left_out)
         asked = replace(asked, sampling=sampling, headers=left_out.headers)
         asked = self._within_limits(arrival, asked, field, named=body.token_limit is not None)
+        check_logprobs([asked])
         use = ToolUse(
             [tool.definition for tool in body.tools] if body.tool_choice != "none" else [],
             frozenset(tool.function.name for tool in body.tools if tool.function.strict),
@@ -189,7 +189,7 @@ class Parsing:
             asked.append(constrained(self._compiler, one, ToolUse(()), body.wanted))
             if body.echo:
                 asked[-1] = replace(asked[-1], echo=said if isinstance(said, str) else tokenizer.decode(said))
-        check_prompt_logprobs(asked)
+        check_logprobs(asked)
         return asked
 
     def forget(self, root: bytes) -> None:
@@ -316,15 +316,22 @@ def _policy(arrival: Arrival, options: WarmkvOptions) -> PolicySpec:
     return options.policy or arrival.policy.config.compression.policy
 
 
-def check_prompt_logprobs(asked: Sequence[ParsedRequest]) -> None:
-    """Refuse to tell more log-probabilities of prompts than an answer can hold. Raises ApiError (400)."""
-    told = ((one, one.sampling.prompt_logprobs) for one in asked)
-    found = sum(one.n * len(one.prompt.tokens) * (1 + top) for one, top in told if top is not None)
-    if found > MOST_PROMPT_LOGPROBS:
+def check_logprobs(asked: Sequence[ParsedRequest]) -> None:
+    """Refuse to tell more log-probabilities than a request may have. Raises ApiError (400)."""
+    found = sum(one.n * _logprobs(one) for one in asked)
+    if found > MOST_LOGPROBS:
         raise invalid(
-            f"prompt: {found} log-probabilities (of each token of all prompts, and the most probable ones beside it) "
-            f"are more than {MOST_PROMPT_LOGPROBS}; ask for fewer prompts at a time"
+            f"logprobs: {found} log-probabilities (of each token that all prompts and answers may have, and the most "
+            f"probable ones beside it) are more than {MOST_LOGPROBS}; ask for fewer prompts, answers, or tokens of an "
+            "answer, at a time"
         )
+
+
+def _logprobs(asked: ParsedRequest) -> int:
+    """Count the log-probabilities that are told with an answer at most."""
+    sampling, prompt = asked.sampling, len(asked.prompt.tokens)
+    told = (prompt, sampling.prompt_logprobs), (sampling.max_tokens, sampling.logprobs)
+    return sum(tokens * (1 + top) for tokens, top in told if top is not None)
 
 
 def _seed(chosen: int | None) -> int:

@@ -223,8 +223,9 @@ def test_a_prompts_log_probabilities_by_vllms_name(server, plain):
 def test_more_log_probabilities_of_prompts_than_an_answer_holds_are_refused(server):
     before = len(server.requests)
     ids = [[5] * 700] * 20
+    options = {"model": server.config.model.name, "prompt": ids, "echo": True, "logprobs": 20, "max_tokens": 0}
     with pytest.raises(openai.BadRequestError, match=r"294000 log-probabilities .* are more than 262144"):
-        server.openai().completions.create(model=server.config.model.name, prompt=ids, echo=True, logprobs=20)
+        server.openai().completions.create(**options)
     assert len(server.requests) == before
 
 

@@ -172,6 +172,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"output_format": {**SCHEMA, "schema": {"not": {}}}}, "output_format.schema: "),
     (COMPLETIONS, {"prompt": ""}, "prompt: an empty prompt has no tokens that an answer could follow"),
     (COMPLETIONS, {"prompt": ["a", ""]}, "prompt: an empty prompt has no tokens that an answer could follow"),
+    (
+        CHAT,
+        {"n": 7, "max_tokens": 2000, "logprobs": True, "top_logprobs": 20},
+        "logprobs: 294000 log-probabilities (of each token that all prompts and answers may have, and the most "
+        "probable ones beside it) are more than 262144; ask for fewer prompts, answers",
+    ),
+    (COMPLETIONS, {"n": 128, "max_tokens": 2000, "logprobs": 1, "stream": True}, "logprobs: 512000 log-probabilities"),
+    (
+        COMPLETIONS,
+        {"prompt": [[5] * 700] * 19, "max_tokens": 100, "echo": True, "logprobs": 19},
+        "logprobs: 304000 log-probabilities",
+    ),
     # terms of the Responses API, whose requests are checked as those of a chat
     (RESPONSES, {"reasoning": {"effort": "much"}}, "reasoning.effort: "),
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema: Field required"),

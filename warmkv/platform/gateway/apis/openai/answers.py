@@ -115,13 +115,14 @@ class _Logprobs:
         return told
 
     async def fields(self) -> dict[str, Any]:
-        """Return what a whole answer says of them. Those of a prompt are many, and made beside the event loop."""
-        most = self._asked.prompt_logprobs
-        if most is None:
-            return {"logprobs": await asyncio.to_thread(self.taken) if self._echoed else self.taken()}
-        prompt = self._choices.prompt_logprobs(self._index)
-        told = await asyncio.to_thread(logprobs.of_prompt, prompt, self._choices.decode, most)
-        return {"logprobs": await asyncio.to_thread(self.taken), "prompt_logprobs": told}
+        """Return what a whole answer says of them. They are many, and made beside the event loop."""
+        if not self._asked.tells_logprobs:
+            return {"logprobs": None}
+        fields: dict[str, Any] = {"logprobs": await asyncio.to_thread(self.taken)}
+        if (most := self._asked.prompt_logprobs) is not None:
+            prompt = self._choices.prompt_logprobs(self._index)
+            fields["prompt_logprobs"] = await asyncio.to_thread(logprobs.of_prompt, prompt, self._choices.decode, most)
+        return fields
 
 
 class _Deltas:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from warmkv.platform.gateway.admission import SubmittedRequest
 from warmkv.platform.gateway.apis.answer import TEXT, Answer, event_of_text
@@ -19,6 +20,7 @@ from warmkv.platform.gateway.streams import EventWriter
 from warmkv.replicas.protocol import TokenLogprobs
 
 Event = dict[str, Any]
+T = TypeVar("T")
 
 
 class Exchange:
@@ -74,6 +76,10 @@ class Exchange:
         """Return the log-probabilities of an answer's text; None where they are not asked for."""
         return TextLogprobs(answer.take_logprobs, self.decode) if self.body.includes_logprobs else None
 
+    async def beside(self, made: Callable[[], T]) -> T:
+        """Return what `made` makes of the whole answer: beside the event loop if it has log-probabilities."""
+        return await asyncio.to_thread(made) if self.asked.tells_logprobs else made()
+
     def ended(self, answer: Answer, output: list[Item]) -> dict[str, Any]:
         """Return the response with its usage, and store it where that is asked for."""
         cut = answer.end.reason == "length"
@@ -99,9 +105,14 @@ async def respond(exchange: Exchange) -> dict[str, Any]:
     """Return the whole answer. Raises ApiError."""
     answer = await exchange.admission.begin()
     output = ResponseOutput(exchange.name, Numbered(), exchange.body.tools, exchange.logprobs(answer))
-    output.events(await answer.parts())
-    output.end(_status(answer))
-    return exchange.ended(answer, output.items)
+    parts = await answer.parts()
+
+    def made() -> dict[str, Any]:
+        output.events(parts)
+        output.end(_status(answer))
+        return exchange.ended(answer, output.items)
+
+    return await exchange.beside(made)
 
 
 async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
@@ -117,9 +128,13 @@ async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
             await answer.write(out, lambda text: output.events([Text(text)]))
         else:
             await answer.write_parts(out, output.events)
-        out.hold(output.end(_status(answer)))
-        response = exchange.ended(answer, output.items)
-        out.hold(numbered({"type": f"response.{response['status']}", "response": response}))
+
+        def made() -> bytes:
+            ending = output.end(_status(answer))
+            response = exchange.ended(answer, output.items)
+            return ending + numbered({"type": f"response.{response['status']}", "response": response})
+
+        out.hold(await exchange.beside(made))
     except Exception as error:
         told = exchange.admission.report(error)
         fault = {"code": "server_error", "message": clipped(told.message)}

@@ -20,6 +20,7 @@ OWN_TERMS = (  # for the places of the same request in chat completions
     (r"messages(\.\d+)?(\.tool_calls)?", "input"),
     (r"response_format(\.json_schema)?", "text.format"),
     (r"reasoning_effort", "reasoning.effort"),
+    (r"logprobs", "top_logprobs"),
     (r"max_(completion_)?tokens", "max_output_tokens"),
     (r"tools\.(?P<number>\d+)\.function", r"tools.\g<number>"),
     (r"tool_choice\.(function|allowed_tools)", "tool_choice"),
