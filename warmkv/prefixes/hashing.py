@@ -22,14 +22,14 @@ DIGEST_BYTES = 16  # 128 bits: a collision among 10^12 blocks has a chance of ab
 
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
     """Derive the salt of a tenant on the server, so that no client can choose or guess it."""
-    return hmac.digest(secret, tenant.encode(), "sha256")
+    return hmac.digest(secret, tenant.encode("utf-8", "surrogatepass"), "sha256")
 
 
 def chain_root(salt: bytes, *identity: str) -> bytes:
     """Start of a chain: the tenant's salt and the identity of the KV (model, revision, dtype, block size)."""
     digest = hashlib.blake2b(salt, digest_size=DIGEST_BYTES)
     for part in identity:
-        encoded = part.encode()
+        encoded = part.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
     return digest.digest()
 

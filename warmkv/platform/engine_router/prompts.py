@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from warmkv.platform import json_values
+from warmkv.platform.recording.exchange import MOST_VALUES
 from warmkv.prefixes import hashing, prompt_text
 from warmkv.request_context import session_of_body, session_of_headers
 
@@ -31,10 +33,10 @@ class Prompt(NamedTuple):
 
 
 def read_body(data: bytes) -> dict[str, Any] | None:
-    """Return a request's body; None where it is no JSON object."""
+    """Return a request's body; None where it is no JSON object. Raises RecursionError or TooManyValuesError."""
     try:
-        asked = json.loads(data) if data else None
-    except (ValueError, RecursionError):
+        asked = json_values.loads(data, MOST_VALUES) if data else None
+    except ValueError:
         return None
     return asked if isinstance(asked, dict) else None
 

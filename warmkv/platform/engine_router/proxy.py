@@ -24,8 +24,9 @@ from warmkv.platform.engine_router.prompts import (
 )
 from warmkv.platform.engine_router.router import EngineRouter, address_of
 from warmkv.platform.engine_router.tokens import Tokenizers, poster
-from warmkv.platform.recording.exchange import Exchange, api_of
-from warmkv.platform.recording.proxy import LONGEST_BODY, Proxy, Recorder
+from warmkv.platform.json_values import TooManyValuesError
+from warmkv.platform.recording.exchange import LONGEST_BODY, Exchange, api_of
+from warmkv.platform.recording.proxy import Proxy, Recorder
 from warmkv.policies.breaker import Outcome
 from warmkv.prefixes import hashing
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # which needs the packages of the extra `route`
 STATUS_PATH = "/v1/warmkv/route"
 READY_PATH = "/readyz"
 UNAVAILABLE = (502, 503, 504)
+LARGE_BODY = 1 << 20  # bytes from which on a body is read in a thread
 RANK_HEADER = "X-data-parallel-rank"
 """By which vLLM is told the rank that computes a request."""
 
@@ -99,6 +101,8 @@ class RoutingProxy(Proxy):
             data, prompt = await self._prompt(request, data)
         except RecursionError:
             raise web.HTTPBadRequest(text="the body is nested too deeply") from None
+        except TooManyValuesError as error:
+            raise web.HTTPBadRequest(text=f"the body has {error}") from None
         engine = ""
         outcome: Outcome = "none"
         try:
@@ -131,26 +135,37 @@ class RoutingProxy(Proxy):
             router.ended(number, engine, outcome)
 
     async def _prompt(self, request: web.BaseRequest, data: bytes) -> tuple[bytes, Prompt]:
-        """Return a body as it is sent on, and its prompt. Raises RecursionError."""
-        api = api_of(request.method, request.raw_path)
-        if api is None or (asked := read_body(data)) is None:
+        """Return a body as it is sent on, and its prompt. Raises RecursionError or TooManyValuesError."""
+        api = api_of(request.method, request.path)
+        if api is None:
             return data, Prompt()
-        if self._feeds:
-            data, asked = without_reports(data, asked)
         headers = {name.lower(): value for name, value in request.headers.items()}
-        if self._secret is not None:
-            salt = tenant_salt(self._secret, headers, asked)
-            data = with_salt(data, asked, salt)
-            asked = asked | {SALT_FIELD: salt}
-        size = self._router.block_size
-        prompt = prompt_of(headers, asked, size)
+        if len(data) < LARGE_BODY:
+            data, asked, prompt = self._read(headers, data)
+        else:
+            data, asked, prompt = await asyncio.to_thread(self._read, headers, data)
+        if asked is None:
+            return data, prompt
         if not self._feeds or any(str(asked.get("model")) in feed.loras for feed in self._feeds.values()):
             return data, prompt
         assert self._session is not None
         post = poster(self._session, self._token_seconds)
         servers = list(dict.fromkeys(address_of(name)[0] for name in self._router.taking()))
-        ids = await self._tokenizers.tokens(post, servers, api, request.raw_path, asked, headers)
-        return data, prompt._replace(tokens=hashing.block_hashes(ids, size, root_of(salt_of(asked))))
+        ids = await self._tokenizers.tokens(post, servers, api, request.path, asked, headers)
+        return data, prompt._replace(tokens=hashing.block_hashes(ids, self._router.block_size, root_of(salt_of(asked))))
+
+    def _read(self, headers: Mapping[str, str], data: bytes) -> tuple[bytes, dict[str, Any] | None, Prompt]:
+        """Return a body as it is sent on, what it says, and its prompt."""
+        asked = read_body(data)
+        if asked is None:
+            return data, None, Prompt()
+        if self._feeds:
+            data, asked = without_reports(data, asked)
+        if self._secret is not None:
+            salt = tenant_salt(self._secret, headers, asked)
+            data = with_salt(data, asked, salt)
+            asked = asked | {SALT_FIELD: salt}
+        return data, asked, prompt_of(headers, asked, self._router.block_size)
 
 
 async def _whole(body: AsyncIterator[bytes]) -> bytes:

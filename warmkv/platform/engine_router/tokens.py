@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from warmkv.platform.engine_router.prompts import read_body
+from warmkv.platform.json_values import TooManyValuesError
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Tokenizers:
     ) -> Sequence[int]:
         """Return the token ids of a request's prompt; () where they cannot be had in time.
 
-        `path` is that of the request, with what stands before `/v1` where it is served.
+        `path` is that of the request, decoded, with what stands before `/v1` where it is served.
         """
         if api == "completions" and (ids := _ids(asked.get("prompt"))):
             return ids
@@ -70,7 +71,7 @@ class Tokenizers:
         if not able:
             return ()
         engine = able[next(self._turn) % len(able)]
-        path = path.partition("?")[0].rstrip("/")
+        path = path.rstrip("/")
         if api in ("chat", "completions"):
             path = f"{path.rpartition('/v1/')[0]}/tokenize"
         else:
@@ -80,7 +81,7 @@ class Tokenizers:
             status, answer = await post(
                 engine + path, asked, {name: headers[name] for name in PASSED_ON if name in headers}
             )
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError, TooManyValuesError):
             self.failed += 1
             return ()
         if status in MISSING and not _lacks_model(answer):

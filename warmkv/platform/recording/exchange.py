@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from warmkv.platform import json_values
 from warmkv.platform.recording.conversations import Conversations, conversation_of, earlier
 from warmkv.platform.recording.state import State
 from warmkv.prefixes import breakpoints, hashing, prompt_text
@@ -23,7 +23,9 @@ from warmkv.request_context import session_of_body, session_of_headers
 APIS = {"messages": "messages", "chat/completions": "chat", "completions": "completions", "responses": "responses"}
 NAMES = re.compile(r"[A-Za-z0-9_.:/@+-]{1,128}")  # of models, errors and reasons to stop: no room for a text
 USAGE = re.compile(rb'"usage"\s*:\s*\{')
-LONGEST_INFLATED = 1 << 28  # bytes of a request or an answer, unpacked
+DATA = re.compile(rb"(?:\A|[\r\n])data:([^\r\n]*)")  # of events, one after the other: lines may be millions
+LONGEST_BODY = 32 << 20  # bytes of a request or an answer that are kept to be written down, packed and unpacked
+MOST_VALUES = 1 << 19  # of JSON, in one of them: as objects each takes 50 to 100 bytes
 MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 Tokenize = Callable[[str], list[int]]
@@ -33,7 +35,7 @@ Tokenize = Callable[[str], list[int]]
 class Exchange:
     """A request that passed, and what came back. Times are seconds; `started` is Unix time."""
 
-    path: str
+    path: str  # decoded, without its query
     started: float
     headers: Mapping[str, str]  # of the request, by names in lower case
     request: bytearray = field(default_factory=bytearray)
@@ -47,8 +49,8 @@ class Exchange:
 
 
 def api_of(method: str, path: str) -> str | None:
-    """Return the API of a request that generates; None for all others."""
-    path = path.partition("?")[0].rstrip("/")
+    """Return the API of a request that generates; None for all others. `path` is decoded, as servers match it."""
+    path = path.rstrip("/")
     return next((api for end, api in APIS.items() if method == "POST" and path.endswith(f"/{end}")), None)
 
 
@@ -60,9 +62,13 @@ class Analyst:
         self._number, self._conversations = 0, Conversations()
 
     def record(self, exchange: Exchange) -> RequestRecord:
-        """Return the record of an exchange. Raises ValueError where its request is no JSON object."""
+        """Return the record of an exchange.
+
+        Raises ValueError where its request is no JSON object, or one of its bodies is larger, unpacked, than is kept.
+        """
         self._number += 1
-        body = json.loads(_unpacked(exchange.request, exchange.headers.get("content-encoding", "")))
+        data = _unpacked(exchange.request, exchange.headers.get("content-encoding", ""))
+        body = json_values.loads(data, MOST_VALUES)
         if not isinstance(body, dict):
             raise ValueError("the request is no JSON object")
         api = api_of("POST", exchange.path) or ""
@@ -215,37 +221,44 @@ class Answer:
 
 def _events(body: bytes) -> Iterator[Mapping[str, Any]]:
     """Yield those events of a stream that have a usage, an error or a reason to stop."""
-    for line in body.splitlines():
-        if line.startswith(b"data:") and (USAGE.search(line) or b'"error"' in line or b'_reason"' in line):
-            yield _parsed(line[5:])
+    for event in DATA.finditer(body):
+        line = event[1]
+        if USAGE.search(line) or b'"error"' in line or b'_reason"' in line:
+            yield _parsed(line)
 
 
 def _parsed(text: bytes) -> Mapping[str, Any]:
     try:
-        found = json.loads(text)
+        found = json_values.loads(text, MOST_VALUES)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _unpacked(data: bytes | bytearray, encoding: str) -> bytes:
-    """Return a body without its content encoding, as far as it came; nothing of an unknown one."""
-    data = bytes(data)
+    """Return a body without its content encoding, as far as it came; nothing of an unknown one. Raises ValueError."""
+    unpacked = _inflated(bytes(data), encoding, LONGEST_BODY + 1)
+    if len(unpacked) > LONGEST_BODY:
+        raise ValueError(f"a body has more than {LONGEST_BODY} bytes")
+    return unpacked
+
+
+def _inflated(data: bytes, encoding: str, most: int) -> bytes:
     try:
         match encoding.strip().lower():
             case "" | "identity":
                 return data
             case "gzip" | "x-gzip" | "deflate":
                 raw = encoding.strip().lower() == "deflate" and data[:1] != b"\x78"
-                return zlib.decompressobj(-15 if raw else 47).decompress(data, LONGEST_INFLATED)
+                return zlib.decompressobj(-15 if raw else 47).decompress(data, most)
             case "br":
                 import brotli
 
-                return bytes(brotli.Decompressor().process(data, output_buffer_limit=LONGEST_INFLATED))
+                return bytes(brotli.Decompressor().process(data, output_buffer_limit=most))
             case "zstd":
                 import zstandard
 
-                return zstandard.ZstdDecompressor().stream_reader(data).read(LONGEST_INFLATED)
+                return zstandard.ZstdDecompressor().stream_reader(data).read(most)
     except Exception:  # whatever a library makes of damaged data
         return b""
     return b""

@@ -21,7 +21,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from warmkv.platform.access_log import AccessLog
-from warmkv.platform.recording.exchange import Analyst, Exchange, api_of
+from warmkv.platform.recording.exchange import LONGEST_BODY, Analyst, Exchange, api_of
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ HOP_BY_HOP = frozenset(
 )
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 LONGEST_HEADER = 1 << 16
-LONGEST_BODY = 32 << 20  # bytes of a request or an answer that are kept to be written down
 MOST_KEPT = 256 << 20  # bytes of exchanges that pass or wait to be written down, all together
 MOST_WAITING = 5_000  # exchanges that wait to be written down
 CONNECT_SECONDS = 30.0
@@ -146,9 +145,9 @@ class Proxy:
         begun, exchange, whole, recorder = self._clock(), None, True, self._recorder
         if recorder is not None:
             recorder.passed += 1
-        if recorder is not None and api_of(request.method, request.raw_path):
+        if recorder is not None and api_of(request.method, request.path):
             headers = {name.lower(): value for name, value in request.headers.items()}
-            exchange = Exchange(request.raw_path, self._wall_clock(), headers)
+            exchange = Exchange(request.path, self._wall_clock(), headers)
 
         def copied(part: bytearray, data: bytes) -> None:
             nonlocal whole

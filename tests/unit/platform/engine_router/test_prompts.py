@@ -36,7 +36,7 @@ def test_a_salt_is_added_and_nothing_else_is_changed(asked, encoding, ascii_only
         assert salted.startswith(data.rstrip()[:-1] + b",")
 
 
-@pytest.mark.parametrize("data", [b"", b"no json", b"[1]", b"1", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("data", [b"", b"no json", b"[1]", b"1", b"\xff"])
 def test_what_is_no_object_is_left_alone(data):
     assert read_body(data) is None
 

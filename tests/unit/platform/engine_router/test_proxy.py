@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import json
+import threading
 import time
 from random import Random
 from types import SimpleNamespace
+
+import pytest
 
 from tests.unit.platform.recording.test_proxy import Upstream, answer, asked, request, run
 from warmkv.config import Config
 from warmkv.platform.access_log import AccessLog
 from warmkv.platform.engine_router import proxy as module
-from warmkv.platform.engine_router.prompts import root_of, tenant_salt
+from warmkv.platform.engine_router.prompts import read_body, root_of, tenant_salt
 from warmkv.platform.engine_router.proxy import STATUS_PATH, RoutingProxy
 from warmkv.platform.engine_router.router import EngineRouter, rank_name
 from warmkv.platform.recording.exchange import Analyst
@@ -22,6 +25,7 @@ from warmkv.prefixes.record import RequestRecord
 from warmkv.replicas.engines.kv_events import Changes
 
 CHAT = "/v1/chat/completions"
+KEY = {"x-api-key": "k"}  # of `request`
 
 
 def body(name):
@@ -194,6 +198,60 @@ def test_a_rank_of_a_server_is_named_in_a_header_and_gets_what_is_warm_there():
         (tokenized, _), (head, _) = upstream.requests
         assert b"POST /tokenize" in tokenized
         assert [line for line in head.lower().split(b"\r\n") if b"rank" in line] == [b"x-data-parallel-rank: 2"]
+
+    run(scene())
+
+
+@contextlib.asynccontextmanager
+async def salting(upstream):
+    """Yield the port of a router in front of one server, whose events it follows."""
+    server = await asyncio.start_server(upstream.handle, "127.0.0.1", 0)
+    engine = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    router = EngineRouter([engine], Config(), kv_tokens=1, ttl=60, random=Random(0), clock=time.monotonic)
+    feed = SimpleNamespace(loras=(), figures={}, follow=asyncio.Event().wait, answered=lambda: None)
+    async with RoutingProxy(router, None, feeds={engine: feed}, secret="s").running("127.0.0.1", 0) as port:
+        yield port
+    server.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completion%73", "/v1/chat%2fcompletions", "/v1/chat/completions#x"])
+def test_an_encoded_path_is_taken_as_servers_take_it_and_sent_as_it_came(path):
+    async def scene():
+        upstream = named(b"1")
+        async with salting(upstream) as port:
+            data = json.dumps({"prompt": "x", "vllm_xargs": {"kv_cache_report_mode": "full"}}).encode()
+            assert (await answered(port, request(data, path)))[1] == b"1"
+        ((head, sent),) = [each for each in upstream.requests if b"tokenize" not in each[0]]
+        assert head.startswith(f"POST {path.partition('#')[0]} HTTP/1.1\r\n".encode())
+        assert json.loads(sent) == {"prompt": "x", "vllm_xargs": {}, "cache_salt": tenant_salt("s", KEY, {})}
+
+    run(scene())
+
+
+def test_halves_of_surrogate_pairs_in_names_are_no_fault():
+    async def scene():
+        async with salting(named(b"1")) as port:
+            for name in ("model", "cache_salt", "prompt_cache_key"):
+                data = json.dumps({name: "\ud800", "prompt": "x"}).encode()
+                assert (await answered(port, request(data, CHAT)))[1] == b"1"
+
+    run(scene())
+
+
+def test_no_body_that_is_not_read_passes_without_its_key_s_salt(monkeypatch):
+    """Refuse what is nested deeper than this interpreter reads, which is no measure of a server's, or too large."""
+    threads = []
+    monkeypatch.setattr(module, "read_body", lambda data: threads.append(threading.current_thread()) or read_body(data))
+
+    async def scene():
+        upstream = named(b"1")
+        async with salting(upstream) as port:
+            for body in (b'{"x": ' + b"[" * 100_000, b'{"x": [' + b"[]," * 600_000 + b"0]}"):
+                _, writer, head = await asked(port, request(body, CHAT))
+                writer.close()
+                assert head.startswith(b"HTTP/1.1 400")
+        assert not upstream.requests
+        assert [thread is threading.main_thread() for thread in threads] == [True, False]  # by size
 
     run(scene())
 

@@ -8,6 +8,8 @@ import brotli
 import pytest
 import zstandard
 
+from warmkv.platform.json_values import TooManyValuesError
+from warmkv.platform.recording import exchange as recorded
 from warmkv.platform.recording.conversations import Conversations
 from warmkv.platform.recording.exchange import Analyst, Answer, Exchange, api_of
 from warmkv.platform.recording.state import State, StateError
@@ -43,7 +45,7 @@ ANSWER = stream(
 )
 
 
-def exchange(body, answer=ANSWER, path="/v1/messages?beta=true", code=200, **more):
+def exchange(body, answer=ANSWER, path="/v1/messages", code=200, **more):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"x-api-key": "sk-ant-verysecret", "user-agent": "x"}
     found = Exchange(
@@ -95,7 +97,7 @@ def test_a_tokenizer_counts_exactly():
     ("path", "api"),
     [
         ("/v1/messages", "messages"),
-        ("/anthropic/v1/messages?beta=true", "messages"),
+        ("/anthropic/v1/messages/", "messages"),
         ("/v1/chat/completions", "chat"),
         ("/v1/completions", "completions"),
         ("/v1/responses", "responses"),
@@ -145,6 +147,27 @@ def test_packed_requests_are_read(analyst):
     data = zstandard.ZstdCompressor().compress(json.dumps(messages("a")).encode())  # as Codex sends them
     packed = exchange(data, headers={"x-api-key": "sk-ant-verysecret", "content-encoding": "zstd"})
     assert analyst.record(packed).hashes == analyst.record(exchange(messages("a"))).hashes
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"),
+    [("gzip", gzip.compress), ("br", brotli.compress), ("zstd", zstandard.ZstdCompressor().compress)],
+)
+def test_no_body_is_inflated_beyond_what_is_kept_of_one(analyst, monkeypatch, encoding, pack):
+    monkeypatch.setattr(recorded, "LONGEST_BODY", 100_000)
+    encoded = {"content-encoding": encoding}
+    data, large = (json.dumps(messages("a" * size)).encode() for size in (10_000, 200_000))
+    assert analyst.record(exchange(pack(data), headers=encoded))
+    for one in (exchange(pack(large), headers=encoded), exchange(data, pack(large), answer_headers=encoded)):
+        with pytest.raises(ValueError, match="more than 100000 bytes"):
+            analyst.record(one)
+
+
+def test_nothing_is_parsed_that_would_take_many_times_its_size(analyst):
+    many = b'{"usage": {"x": [' + b"[]," * 600_000 + b"0]}}"
+    for one in (exchange(many), exchange(messages("a"), many), exchange(messages("a"), b"data: " + many + b"\n\n")):
+        with pytest.raises(TooManyValuesError):
+            analyst.record(one)
 
 
 def test_a_prompt_that_goes_on_from_an_answer_is_as_long_as_reported_and_settles_nothing(analyst):

@@ -261,6 +261,19 @@ def test_other_requests_pass_and_are_not_written(tmp_path):
     run(scene())
 
 
+def test_an_encoded_path_is_sent_as_it_came_and_written(tmp_path):
+    async def scene():
+        upstream, path = Upstream(), "/v1/m%65ssages?beta=true"
+        async with recording(tmp_path, upstream) as (port, _, records):
+            reader, writer, _ = await asked(port, request(path=path))
+            await reader.readexactly(len(USAGE))
+            writer.close()
+        assert upstream.requests[0][0].startswith(f"POST {path} ".encode())
+        assert [record.api for record in records()] == ["messages"]
+
+    run(scene())
+
+
 @pytest.mark.parametrize("limit", ["LONGEST_BODY", "MOST_KEPT", "MOST_WAITING"])
 def test_what_is_too_large_for_the_log_passes_all_the_same(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(module, limit, 0 if limit == "MOST_WAITING" else len(BODY) + len(USAGE) - 1)

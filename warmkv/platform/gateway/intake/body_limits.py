@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from warmkv.config import GatewayConfig
+from warmkv.platform import json_values
 from warmkv.platform.gateway.apis.errors import ApiError, invalid
 
 PARSER_DEPTH = 200  # nesting at which pydantic_core.from_json gives up
 BYTES_PER_VALUE = 64  # of the largest body
 LEAST_VALUES = 500_000  # however small bodies must be: parsing so many holds the GIL for a fraction of a second
-
-# Possessive, and an open string ends with the data: nothing is read twice, whatever is sent. Escapes are gone before.
-_STRING = rb'"[^"]*+(?:"|\Z)'
-_STRINGS = re.compile(_STRING)
-_PIECE = re.compile(rb'(?:[^"]++|' + _STRING + rb"){1,4096}+")  # a pattern holds the GIL while it matches
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +34,9 @@ class BodyLimits:
 
 def check_bytes(data: bytes, limits: BodyLimits) -> None:
     """Refuse JSON that has too many values. Raises ApiError (400); what is no JSON passes."""
-    if _separators(data) < limits.values:  # an upper bound: commas in strings count, too
-        return
-    values = 1
-    for piece in outside_strings(data):
-        values += _separators(piece)
-        if values > limits.values:  # the rest need not be read
-            raise too_many("the body", values, "JSON values", limits.values)
+    values = json_values.count(data, limits.values)
+    if values > limits.values:
+        raise too_many("the body", values, "JSON values", limits.values)
 
 
 def check_counts(tree: Any, limits: BodyLimits) -> None:
@@ -91,19 +81,8 @@ def check_finite(tree: Any) -> None:
             raise invalid("Invalid JSON: a number is too large for float64")
 
 
-def outside_strings(data: bytes) -> Iterator[bytes]:
-    """Yield JSON without its strings, in pieces; maybe less behind a backslash outside of them, where parsers end."""
-    unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    return (_STRINGS.sub(b"", piece.group()) for piece in _PIECE.finditer(unescaped))
-
-
 def too_many(place: str, found: int, unit: str, limit: int) -> ApiError:
     return invalid(f"{place}: {found} {unit} are more than {limit}, which follows from gateway.max_body_bytes")
-
-
-def _separators(data: bytes) -> int:
-    """Count what stands before every JSON value and key but the first, strings of `data` included."""
-    return sum(map(data.count, (b",", b":", b"[", b"{")))
 
 
 def _items(value: Any) -> list[Any]:

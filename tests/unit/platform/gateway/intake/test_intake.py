@@ -18,6 +18,7 @@ from tests.clocks import SkippingLoop, run, skip
 from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Exchange, Gateway, arrival, chat, message, until
 from warmkv.config import GatewayConfig
+from warmkv.platform import json_values
 from warmkv.platform.gateway.apis.errors import ApiError
 from warmkv.platform.gateway.apis.messages.requests import MessagesRequest
 from warmkv.platform.gateway.apis.openai.requests import ChatRequest
@@ -25,9 +26,8 @@ from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
 from warmkv.platform.gateway.apis.schema import parse
 from warmkv.platform.gateway.apis.tokens import SLICE, Piece, slices
 from warmkv.platform.gateway.intake import body as intake_body
-from warmkv.platform.gateway.intake import body_limits
 from warmkv.platform.gateway.intake.body import Budget, Lane
-from warmkv.platform.gateway.intake.body_limits import BodyLimits, outside_strings
+from warmkv.platform.gateway.intake.body_limits import BodyLimits
 from warmkv.platform.gateway.intake.parsing import Parsing
 from warmkv.platform.tenants import hash_key
 from warmkv.replicas.loading.tokenizer import load_tokenizer
@@ -99,22 +99,22 @@ def test_text_is_no_structure():
     text = '{[,:]}"\\' * 1000
     said = {**WHOLE, "messages": [{"role": "user", "content": text}]}
     assert parse(json.dumps(said).encode(), MessagesRequest, replace(DEFAULT, values=40))
-    assert b"".join(outside_strings(json.dumps({"a": [text, {}]}).encode())) == b"{: [, {}]}"
-    assert b"".join(outside_strings(b'[1, "open \\')) == b"[1, "
+    assert b"".join(json_values.outside_strings(json.dumps({"a": [text, {}]}).encode())) == b"{: [, {}]}"
+    assert b"".join(json_values.outside_strings(b'[1, "open \\')) == b"[1, "
 
 
 @given(st.recursive(st.text('a\\"[,:é\n'), lambda more: st.lists(more) | st.dictionaries(st.text('"\\{'), more)))
 def test_escapes_do_not_end_strings(value):
     data = json.dumps(value).encode()
     pieces = re.sub(rb'"(?:[^"\\]|\\.)*"', b"", data)
-    assert b"".join(outside_strings(data)) == pieces
+    assert b"".join(json_values.outside_strings(data)) == pieces
 
 
 def test_values_are_counted_as_far_as_the_limit(monkeypatch):
     """What follows is not read: a body of empty strings alone took seconds."""
     counted: list[int] = []
-    count = body_limits._separators
-    monkeypatch.setattr(body_limits, "_separators", lambda data: counted.append(len(data)) or count(data))
+    count = json_values._separators
+    monkeypatch.setattr(json_values, "_separators", lambda data: counted.append(len(data)) or count(data))
     with pytest.raises(ApiError, match="JSON values are more than 5000"):
         parse(b"[" + b'"",' * 200_000 + b"0]", MessagesRequest, replace(DEFAULT, values=5000))
     assert sum(counted[1:]) < 20_000
