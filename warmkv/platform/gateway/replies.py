@@ -64,7 +64,7 @@ class Mailbox:
         if isinstance(event, Delta):
             if not self._events and self._taken(event):
                 return
-            self._unread += _characters(event)
+            self._unread += _characters(event) if event.logprobs else len(event.text)  # called for every message
             if self._unread > MOST_UNREAD:
                 self._events.clear()
                 self.fail(ApiError("timeout_error", "The client did not read its answer."))
