@@ -135,6 +135,8 @@ class Exchange:
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.changed = asyncio.Event()
         self.discards = False  # what it is sent
+        self.reads = asyncio.Event()  # while it is not set, sending waits
+        self.reads.set()
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -179,6 +181,8 @@ class Exchange:
         return str(self.json["error"]["message"])
 
     async def _sent(self, message: Any) -> None:
+        if not self.reads.is_set():
+            await self.reads.wait()
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}

@@ -13,7 +13,8 @@ class SubmittedRequest:
     """A request that was sent: `queued` waits for a replica's queue to take it, `begin` for its first token.
 
     `began` makes the answer of Started. `gone` is called exactly once if there is none, with the type of the error if
-    the request failed. `report` counts and logs an error that the client gets within a stream.
+    the request failed. `report` counts and logs an error that the client gets within a stream. It fails at the
+    `deadline`, a time of the loop.
     """
 
     def __init__(
@@ -23,8 +24,9 @@ class SubmittedRequest:
         began: Callable[[Started], Answer],
         gone: Callable[[Status, str], None],
         report: Callable[[BaseException], ApiError],
+        deadline: float,
     ) -> None:
-        self.id, self.report = id_, report
+        self.id, self.report, self.deadline = id_, report, deadline
         self._events, self._began, self._gone = events, began, gone
         self._started: Started | None = None
         self._answer: Answer | None = None

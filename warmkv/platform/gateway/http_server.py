@@ -29,6 +29,8 @@ from warmkv.platform.drain import CONNECTION_SECONDS, IDLE_SECONDS
 
 log = logging.getLogger(__name__)
 
+UNREAD_SECONDS = 2.0  # for clients to read how answers that were given up end; who does not is disconnected
+
 
 class ConnectionAges:
     """End a client's connection with its answer once it is older than `CONNECTION_SECONDS` (ASGI middleware).
@@ -106,7 +108,8 @@ class Paths:
 async def call_until_disconnect(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Call an application, and cancel it where the client leaves before the end of its answer, as Serve's proxy does.
 
-    The connection is listened to when the body has been read: until then, what reads it hears of that.
+    The connection is listened to when the body has been read: until then, what reads it hears of that. Where an answer
+    ends half-written and its client does not read, the connection is aborted: uvicorn would wait for it to be read.
     """
     left, whole = asyncio.Event(), False
     listening: asyncio.Task[None] | None = None
@@ -144,6 +147,9 @@ async def call_until_disconnect(app: ASGIApp, scope: Scope, receive: Receive, se
     finally:
         if listening is not None:
             listening.cancel()
+        transport = getattr(getattr(receive, "__self__", None), "transport", None)  # if it is uvicorn's own
+        if transport is not None and not whole and transport.get_write_buffer_size():
+            transport.abort()
 
 
 class HttpServer:
@@ -158,7 +164,7 @@ class HttpServer:
         self._options = configure_http_middlewares(configure_http_options_with_defaults(options))
         self._server: Any = None  # uvicorn's
         self._serving: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()  # accept no more, and have answers that go on
+        self._ending: dict[asyncio.Task[None], Any] = {}  # servers that accept no more, and have answers that go on
 
     async def follow(self, routes: Mapping[str, str]) -> None:
         """Take the prefixes of all applications of the cluster by name, and open or close by them.
@@ -175,14 +181,20 @@ class HttpServer:
     async def close(self, seconds: float, give_up: Callable[[], None]) -> None:
         """Accept no more connections, close those that are idle, and wait for the answers that have begun.
 
-        Those that go on after `seconds` are ended by `give_up`: Serve would cut them off in the middle.
+        Those that go on after `seconds` are ended by `give_up`: Serve would cut them off in the middle. Clients that do
+        not read how they end are disconnected.
         """
         self._stop()
-        if self._ending:
-            _, late = await asyncio.wait(self._ending, timeout=seconds)
-            if late:
-                give_up()
-                await asyncio.wait(late)
+        if not self._ending:
+            return
+        _, late = await asyncio.wait(self._ending, timeout=seconds)
+        if late:
+            give_up()
+            _, late = await asyncio.wait(late, timeout=UNREAD_SECONDS)
+        if late:
+            for connection in [one for task in late for one in self._ending[task].server_state.connections]:
+                connection.transport.abort()
+            await asyncio.wait(late)
 
     def check(self) -> None:
         """Raise RuntimeError where it should serve and does not."""
@@ -191,8 +203,8 @@ class HttpServer:
 
     def _stop(self) -> None:
         if self._serving is not None:
-            self._ending.add(self._serving)
-            self._serving.add_done_callback(self._ending.discard)
+            self._ending[self._serving] = self._server
+            self._serving.add_done_callback(self._ending.pop)
             self._serving, self._server.should_exit = None, True
 
     async def _open(self) -> None:

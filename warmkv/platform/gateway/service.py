@@ -200,7 +200,8 @@ class Service:
             self._writers.left(request.id)
             self._unanswered(api, arrival, request, status, error)
 
-        admission = SubmittedRequest(request.id, events, began, gone, lambda error: self.faults.report(error, api))
+        report = partial(self.faults.report, api=api)
+        admission = SubmittedRequest(request.id, events, began, gone, report, deadline)
         self.backlog.joined()
         self._recorder.set(telemetry.GATEWAY_WAITING, self.backlog.waiting)
         if explicit:  # who is billed by breakpoints

@@ -14,10 +14,15 @@ from starlette.types import Receive, Scope, Send
 
 MESSAGES_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 PING_SECONDS = 5.0  # silence of a stream after which it sends a ping
+LATE_SECONDS = 5.0  # after its deadline, in which a stream may still write the error that it ends with
 OPENAI_PING = b": ping\n\n"  # a comment
 
 
-class Closable(Protocol):
+class Source(Protocol):
+    """What a stream comes from, until it is closed; it ends with an error at its `deadline`, a time of the loop."""
+
+    @property
+    def deadline(self) -> float: ...
     async def aclose(self) -> None: ...
 
 
@@ -103,12 +108,15 @@ def _rest(begun: Generator[Any, Any, Any], waits_for: Any) -> Generator[Any, Any
 
 
 class EventStream(Response):
-    """A stream of events: `write` has them written, until it returns or the client leaves. Closes `source` then."""
+    """A stream of events: `write` has them written, until it returns or the client leaves. Closes `source` then.
+
+    One whose client reads so slowly that it has not ended by the deadline of its source is given up half-written.
+    """
 
     def __init__(
         self,
         write: Callable[[EventWriter], Awaitable[None]],
-        source: Closable,
+        source: Source,
         ping: bytes,
         silence: float,
         headers: Mapping[str, str] = MappingProxyType({}),
@@ -120,9 +128,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream. Raises ClientDisconnect where `send` says that the client has left."""
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if (last := await self._written(receive, send)) is not None:
-                await send({"type": "http.response.body", "body": last, "more_body": False})
+            async with asyncio.timeout_at(self._source.deadline + LATE_SECONDS) as limit:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                if (last := await self._written(receive, send)) is not None:
+                    await send({"type": "http.response.body", "body": last, "more_body": False})
+        except TimeoutError:
+            if not limit.expired():
+                raise
         except OSError:
             raise ClientDisconnect from None
         finally:

@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse
 from tests.polling import PATIENCE
 from tests.unit.platform.exchanges import Gateway, until
 from warmkv.platform.drain import CONNECTION_SECONDS, IDLE_SECONDS
+from warmkv.platform.gateway import http_server
 from warmkv.platform.gateway.http_server import ConnectionAges, HttpServer, Paths, own_address
 from warmkv.platform.local import free_port
 from warmkv.platform.tenants import hash_key
@@ -216,6 +217,82 @@ def test_what_takes_longer_than_it_may_is_given_up_and_still_answered():
         assert await asking == [(200, "app /slow below ")]
 
     scenario(run)
+
+
+PIECE = b"x" * (1 << 20)  # more than sockets buffer: after a few nobody reads them
+
+
+class Writing(App):
+    """Reads its request and writes more than its client reads; ends half-written when `ended` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(99):
+                await send({"type": "http.response.body", "body": PIECE, "more_body": True})
+
+        tasks = asyncio.create_task(write()), asyncio.create_task(self.ended.wait())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def unread(port: int) -> asyncio.StreamWriter:
+    """Ask, and never read the answer."""
+    _, writer = await asyncio.open_connection(HOST, port, limit=1)
+    writer.write(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+    return writer
+
+
+def test_a_connection_whose_client_does_not_read_is_cut_when_its_answer_ends_half_written():
+    async def run(port: int) -> None:
+        app = Writing()
+        own = server(app, port)
+        await own.follow({"ours": "/"})
+        writer = await unread(port)
+        (connection,) = await connections(own)
+        await until(lambda: connection.flow.write_paused)
+        app.ended.set()
+        await until(lambda: not own._server.server_state.connections)
+        assert app.left == 0
+        writer.close()
+        await close(own)
+
+    scenario(run)
+
+
+def test_closing_disconnects_clients_that_do_not_read(monkeypatch):
+    monkeypatch.setattr(http_server, "UNREAD_SECONDS", 0.01)
+
+    async def run(port: int) -> None:
+        app, told = Writing(), []
+        own = server(app, port)
+        await own.follow({"ours": "/"})
+        writer = await unread(port)
+        (connection,) = await connections(own)
+        await until(lambda: connection.flow.write_paused)
+        await asyncio.wait_for(own.close(0.01, lambda: told.append(app.left)), PATIENCE)
+        assert (told, app.left) == ([0], 1)
+        writer.close()
+
+    scenario(run)
+
+
+async def connections(own: HttpServer) -> list[Any]:
+    """Return the connections of a server, when there is one."""
+    await until(lambda: own._server.server_state.connections)
+    return list(own._server.server_state.connections)
 
 
 def test_an_answer_ends_a_connection_that_is_old():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from starlette.requests import ClientDisconnect
 from tests.clocks import SkippingLoop, run, skip
 from tests.unit.platform.exchanges import Exchange, Gateway, chat, message, until
 from warmkv.platform.gateway import endpoints
-from warmkv.platform.gateway.streams import EventStream, EventWriter
-from warmkv.replicas.protocol import QueueFullError, UnservableRequestError
+from warmkv.platform.gateway.resume import Attempt
+from warmkv.platform.gateway.streams import LATE_SECONDS, EventStream, EventWriter
+from warmkv.replicas.protocol import Delta, Event, QueueFullError, UnservableRequestError
 
 
 @pytest.fixture
@@ -174,12 +176,45 @@ def test_a_client_that_leaves_before_the_first_token_is_counted_once(fast_pings,
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("path", APIS)
+def test_a_client_that_stops_reading_is_given_up_at_the_deadline(tmp_path, path):
+    """Its place is free then, and it is counted and written down, although its server never says that it has left."""
+
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path, "gateway.limits.concurrent_requests=1")
+
+        async def answer(attempt: Attempt) -> AsyncGenerator[Event]:
+            async for event in gateway.answer(attempt):
+                yield event
+                if isinstance(event, Delta):
+                    yield Delta("more", 2, (8,))
+
+        gateway.service._send = answer
+        gateway.first_token.clear()
+        exchange = Exchange(gateway, path, bodies(gateway)[path][0])
+        await exchange.until(lambda: exchange.status)
+        exchange.reads.clear()
+        gateway.first_token.set()
+        await until(lambda: not gateway.service.backlog.waiting)
+        skip(gateway.config.gateway.request_timeout_seconds)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not exchange.task.done()
+        skip(LATE_SECONDS)
+        await exchange.whole()
+        assert gateway.statuses() == ["cancelled"]
+        assert [record.status for record in gateway.records] == ["cancelled"]
+        assert (await Exchange(gateway, path, bodies(gateway)[path][0]).whole()).status == 200
+
+    run(scenario(), SkippingLoop)
+
+
 SCOPE = {"type": "http"}
 
 
 class Source:
-    def __init__(self) -> None:
-        self.closed = False
+    def __init__(self, deadline: float = 1e9) -> None:
+        self.closed, self.deadline = False, deadline
 
     async def aclose(self) -> None:
         self.closed = True
@@ -277,6 +312,25 @@ def test_a_client_that_reads_too_slowly_gets_all_in_order_and_no_ping_meanwhile(
 
         await EventStream(write, Source(), b"ping", 10)(SCOPE, client.receive, client.send)
         assert client.seen == [b"start", b"a", b"b", b"c", b"d", b""]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("reads_head", [True, False])
+def test_what_is_not_read_by_the_deadline_is_given_up(reads_head):
+    async def scenario() -> None:
+        client, source = Client(), Source(100.0)
+
+        async def write(out: EventWriter) -> None:
+            client.reads.clear()
+            await out.send(b"a")
+            await out.send(b"b")
+
+        if not reads_head:  # of an answer behind another one on the same connection
+            client.reads.clear()
+        await EventStream(write, source, b"ping", 10)(SCOPE, client.receive, client.send)
+        assert asyncio.get_running_loop().time() == 100.0 + LATE_SECONDS
+        assert (client.seen, source.closed) == ([b"start"] if reads_head else [], True)
 
     run(scenario())
 

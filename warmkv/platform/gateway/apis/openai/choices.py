@@ -46,6 +46,12 @@ class Choices:
         return self._service.config.model.name
 
     @property
+    def deadline(self) -> float:
+        """Return the time of the loop at which all answers must have ended; known once the first one is queued."""
+        assert self._first is not None
+        return self._first.deadline
+
+    @property
     def asked(self) -> ParsedRequest:
         """Return the first prompt, with what holds for all of them."""
         return self.prompts[0]
