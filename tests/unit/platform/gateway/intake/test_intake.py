@@ -187,7 +187,7 @@ def test_bodies_share_a_budget(tmp_path, monkeypatch):
 
     async def run() -> None:
         gateway = Gateway(tmp_path, "gateway.max_body_bytes=1000")
-        slow = [Exchange(gateway, "/v1/messages") for _ in range(2)]
+        slow = [Exchange(gateway, "/v1/messages", headers={"x-api-key": key}) for key in ("a", "b")]
         for exchange in slow:
             exchange.send(b" " * 400, last=False)
         await asyncio.sleep(0)
@@ -198,19 +198,71 @@ def test_bodies_share_a_budget(tmp_path, monkeypatch):
         for exchange in slow:
             exchange.leave()
             await exchange.whole()
-        assert (await Exchange(gateway, "/v1/messages", message(gateway, "x " * 400)).whole()).status == 200
+        assert (await Exchange(gateway, "/v1/messages", message(gateway, "x " * 150)).whole()).status == 200
 
     asyncio.run(run())
 
 
-def test_a_budget_is_given_back():
-    budget = Budget(10)
-    with budget.share() as one, budget.share() as two:
-        assert one.grow(6)
-        assert two.grow(4)
-        assert not two.grow(1)
-        assert budget.used == 10
-    assert budget.used == 0
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_bodies_of_one_tenant_refuse_nobody_else_s(tmp_path, monkeypatch, path):
+    monkeypatch.setattr(intake_body, "LARGEST_BODIES", 2)
+
+    async def run() -> None:
+        gateway = Gateway(tmp_path, "gateway.max_body_bytes=1000")
+        body = message(gateway)
+        del body["max_tokens"]
+        slow = Exchange(gateway, path, headers={"x-api-key": "a"})
+        slow.send(b" " * 999, last=False)
+        await asyncio.sleep(0)
+        for key, status in (("a", 529), ("b", 200)):
+            told = body if "count" in path else message(gateway)
+            asked = await Exchange(gateway, path, told, {"x-api-key": key}).whole()
+            assert asked.status == status, asked.body
+        slow.leave()
+        await slow.whole()
+
+    asyncio.run(run())
+
+
+def test_a_budget_is_given_back_and_has_half_for_one_owner_and_some_for_small_bodies(monkeypatch):
+    monkeypatch.setattr(intake_body, "LARGE_BYTES", 4)
+    budget = Budget(20, 5)
+    with budget.share(b"a") as one, budget.share(b"b") as two, budget.share(b"b") as small:
+        assert one.grow(10)
+        assert not one.grow(1)
+        assert two.grow(5)
+        assert not two.grow(1)  # the rest is for small ones
+        assert small.grow(3)
+        assert not small.grow(1)  # it is none any more
+        assert budget.used == 18
+    assert budget.used == len(budget.used_by) == 0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_jobs_of_an_owner_wait_for_its_own_first(waits):
+    """Also for those that nobody waits for any more and a thread works at still."""
+    busy, done, seen = threading.Event(), threading.Event(), []
+
+    async def run() -> None:
+        pool = lane()
+        try:
+            first = asyncio.ensure_future(pool.run(b"a", lambda _: (busy.set(), done.wait(PATIENCE)), 60))
+            await asyncio.to_thread(busy.wait, 60)
+            if not waits:
+                first.cancel()
+                await asyncio.wait([first])
+            jobs = [(b"a", "a second"), (b"a", "a third"), (b"b", "b first"), (b"c", "c first")]
+            asked = [
+                asyncio.ensure_future(pool.run(who, lambda _, what=what: seen.append(what), 60)) for who, what in jobs
+            ]
+            await until(lambda: pool.backlog.waiting == len(jobs) + waits)
+        finally:
+            done.set()
+        await asyncio.gather(*asked)
+        assert seen == ["b first", "c first", "a second", "a third"]
+        pool.close()
+
+    asyncio.run(run())
 
 
 def test_a_slow_body_is_refused_in_time_and_pins_nothing(tmp_path, monkeypatch):
@@ -270,10 +322,13 @@ def test_operators_change_the_policy_while_tenants_fill_the_gateway(tmp_path, on
 
     async def run() -> None:
         gateway = Gateway(tmp_path, *flags)
-        filling = [Exchange(gateway, "/v1/messages") for _ in range(4)]
-        filling[0].send(b" " * 100, last=False)
+        filling = [Exchange(gateway, "/v1/messages", headers={"x-api-key": key}) for key in "abcd"]
+        for exchange in filling[:2]:
+            exchange.send(b" " * 50, last=False)
         try:
-            working = asyncio.ensure_future(gateway.intake._small.run(lambda _: (busy.set(), done.wait(PATIENCE)), 60))
+            working = asyncio.ensure_future(
+                gateway.intake._small.run(b"", lambda _: (busy.set(), done.wait(PATIENCE)), 60)
+            )
             await asyncio.to_thread(busy.wait, 60)
             assert (await Exchange(gateway, "/v1/messages").whole()).status == 529
             rollback = Exchange(gateway, "/v1/warmkv/policy/rollback", {"to": 0, "why": "calm"}, {"x-api-key": "ann"})
@@ -305,7 +360,7 @@ def test_every_thread_has_a_tokenizer_of_its_own():
 
     async def run() -> None:
         pool = lane(3)
-        found = await asyncio.gather(*(pool.run(work, 60) for _ in range(3)))
+        found = await asyncio.gather(*(pool.run(b"", work, 60) for _ in range(3)))
         assert len({id(tokenizer) for tokenizer in found}) == 3
         pool.close()
 
@@ -318,12 +373,12 @@ def test_what_takes_too_long_is_a_time_out_and_what_waits_too_long_an_overload()
     async def scenario() -> None:
         pool = lane(waiting=1)
         try:
-            working = asyncio.ensure_future(pool.run(lambda _: (busy.set(), done.wait(PATIENCE)), 1000))
+            working = asyncio.ensure_future(pool.run(b"", lambda _: (busy.set(), done.wait(PATIENCE)), 1000))
             await asyncio.to_thread(busy.wait, 60)
-            waiting = asyncio.ensure_future(pool.run(seen.append, 1000))
+            waiting = asyncio.ensure_future(pool.run(b"", seen.append, 1000))
             await asyncio.sleep(0)
             with pytest.raises(ApiError, match=r"cluster\.max_queued_requests") as refused:
-                await pool.run(seen.append, 1000)
+                await pool.run(b"", seen.append, 1000)
             skip(1000)
             with pytest.raises(ApiError, match="took longer than 1000 s") as late:
                 await working
@@ -333,7 +388,7 @@ def test_what_takes_too_long_is_a_time_out_and_what_waits_too_long_an_overload()
             assert refused.value.retry_after is not None
         finally:
             done.set()
-        assert await pool.run(lambda _: "later", 1000) == "later"
+        assert await pool.run(b"", lambda _: "later", 1000) == "later"
         assert pool.backlog.waiting == 0
         pool.close()
 
@@ -348,7 +403,7 @@ def test_a_client_that_leaves_is_dropped_from_the_queue(tmp_path, one_thread):
         gateway = Gateway(tmp_path)
         pool = gateway.intake._small
         try:
-            working = asyncio.ensure_future(pool.run(lambda _: (busy.set(), done.wait(PATIENCE)), 60))
+            working = asyncio.ensure_future(pool.run(b"", lambda _: (busy.set(), done.wait(PATIENCE)), 60))
             await asyncio.to_thread(busy.wait, 60)
             exchange = Exchange(gateway, "/v1/messages", message(gateway))
             await until(lambda: pool.backlog.waiting == 2)
@@ -358,7 +413,7 @@ def test_a_client_that_leaves_is_dropped_from_the_queue(tmp_path, one_thread):
         finally:
             done.set()
         await working
-        await pool.run(lambda _: None, 60)
+        await pool.run(b"", lambda _: None, 60)
         assert gateway.admitted == 0
 
     asyncio.run(run())
@@ -372,7 +427,9 @@ def test_small_bodies_do_not_wait_behind_large_ones(tmp_path, monkeypatch):
     async def run() -> None:
         gateway = Gateway(tmp_path)
         try:
-            working = asyncio.ensure_future(gateway.intake._large.run(lambda _: (busy.set(), done.wait(PATIENCE)), 60))
+            working = asyncio.ensure_future(
+                gateway.intake._large.run(b"", lambda _: (busy.set(), done.wait(PATIENCE)), 60)
+            )
             await asyncio.to_thread(busy.wait, 60)
             large = Exchange(gateway, "/v1/messages", message(gateway, "x " * 1000))
             await until(lambda: gateway.intake._large.backlog.waiting == 2)
