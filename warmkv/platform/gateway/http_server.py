@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from warmkv.config import Config
 from warmkv.platform.drain import CONNECTION_SECONDS, IDLE_SECONDS
+from warmkv.platform.gateway.connections import BoundedConnection
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +220,7 @@ class HttpServer:
                 raise OSError(why) from None
             log.info("Serve's proxy alone listens for this gateway: %s", why)
             return
+        self._server.config.http = BoundedConnection  # which it loads in its first turn
         while not self._server.started and not self._serving.done():  # noqa: ASYNC110 - a few turns of the loop
             await asyncio.sleep(0)
         log.info("listening at %s:%d", options.host, options.port)
