@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from warmkv.platform.gateway.apis.messages.requests import check_version
 from warmkv.platform.gateway.apis.openai import answers as openai
 from warmkv.platform.gateway.apis.openai.choices import Choices
 from warmkv.platform.gateway.apis.responses import answers as responses
+from warmkv.platform.gateway.apis.responses.requests import ResponsesRequest
 from warmkv.platform.gateway.apis.responses.store import Item, OtherGateways, ResponseStore
 from warmkv.platform.gateway.apis.schema import ParsedRequest
 from warmkv.platform.gateway.apis.thinking import restore
@@ -266,14 +268,18 @@ def add_responses(app: FastAPI, apis: ApiContext, stored: ResponseStore, others:
                 raise LackingError(partial(fetch_response, tenant, name))
             return stored.history(tenant, name)
 
-        body, asked = await apis.intake.take(request, partial(apis.parsing.response, history_of, arrival))
+        def parsed(data: bytes, tokenizer: Any) -> tuple[ResponsesRequest, bytes, ParsedRequest]:
+            body, asked = apis.parsing.response(history_of, arrival, data, tokenizer)
+            return body, json.dumps(body.items).encode() if body.store else b"", asked
+
+        body, items, asked = await apis.intake.take(request, parsed)
         admission = await apis.service.start("responses", arrival, asked)
         salt = arrival.lease.tenant.salt
-        exchange = responses.Exchange(body, asked, admission, stored, salt, arrival.time, apis.text_of)
+        exchange = responses.Exchange(body, items, asked, admission, stored, salt, arrival.time, apis.text_of)
         if asked.stream:
             written = partial(responses.stream, exchange, apis.service.config.model.name)
             return EventStream(written, admission, OPENAI_PING, PING_SECONDS, asked.headers)
-        return await json_answer(await responses.respond(exchange), asked.headers, large=asked.tells_logprobs)
+        return Response(await responses.respond(exchange), headers=asked.headers, media_type="application/json")
 
     @app.get("/v1/responses/{name}")
     async def get_response(request: Request, name: str) -> Response:
@@ -282,7 +288,7 @@ def add_responses(app: FastAPI, apis: ApiContext, stored: ResponseStore, others:
             await fetch_response(tenant, name)
         if (found := stored.get(tenant, name)) is None:
             raise ApiError("not_found_error", f"there is no response {name} (any more)")
-        return JSONResponse(found.response)
+        return Response(found.response, media_type="application/json")
 
     @app.delete("/v1/responses/{name}")
     async def delete_response(request: Request, name: str) -> Response:

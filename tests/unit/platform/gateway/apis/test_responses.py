@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import tracemalloc
 from typing import Any
 
 import openai
@@ -314,7 +316,8 @@ def test_what_codex_sends_is_taken(tmp_path):
 
 
 def kept(name: str, previous: str | None = None, size: int = 0) -> StoredResponse:
-    return StoredResponse({"id": name}, [{"name": name, "text": "x" * size}], previous)
+    asked = [{"name": name, "text": "x" * size}]
+    return StoredResponse(name, b'{"output": []}', json.dumps(asked).encode(), previous)
 
 
 def test_a_conversation_leaves_the_store_from_its_end(monkeypatch):
@@ -354,6 +357,46 @@ def test_as_many_tenants_as_may_have_responses(monkeypatch):
     for tenant in (b"a", b"b", b"a", b"c"):
         store.keep(tenant, kept("1"))
     assert [store.get(tenant, "1") is not None for tenant in (b"a", b"b", b"c")] == [True, False, True]
+
+
+def test_what_has_expired_goes_whoever_stores_next():
+    now = [0.0]
+    store = ResponseStore(lambda: now[0])
+    store.keep(b"a", kept("1"))
+    store.keep(b"b", kept("1"))
+    now[0] = responses.TTL_SECONDS
+    store.get(b"b", "1")
+    now[0] += 1
+    store.keep(b"c", kept("1"))
+    assert list(store._tenants) == [b"b", b"c"]
+
+
+def test_what_is_stored_takes_hardly_more_memory_than_its_limit_says():
+    store, asked = ResponseStore(lambda: 0.0), [{"type": "message", "content": [{"text": str(n)}]} for n in range(9000)]
+    tracemalloc.start()
+    try:
+        for name in map(str, range(3)):
+            store.keep(b"a", StoredResponse(name, b'{"output": []}', json.dumps(asked).encode(), None))
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert used < 1.1 * sum(one.size for one in store.chain(b"a", "1")) * 3
+    assert store.history(b"a", "1") == asked
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ({"a": "x" * 513}, "metadata.a: string too long. Expected a string with maximum length 512, but got a string"),
+        ({"x" * 65: "a"}, "metadata: property name too long. Expected a property name with maximum length 64, but"),
+        ({str(n): "a" for n in range(17)}, "metadata: at most 16 entries, not 17"),
+    ],
+)
+def test_metadata_is_as_long_as_openai_takes_it(server, metadata, told):
+    with pytest.raises(openai.BadRequestError, match=told):
+        ask(server, "Hello", metadata=metadata)
+    longest = {"x" * 64: "x" * 512}
+    assert ask(server, "Hello", metadata=longest).metadata == longest
 
 
 INCLUDED = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}

@@ -24,11 +24,15 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """A request of the Responses API and its answer, which is stored for its tenant when it has ended."""
+    """A request of the Responses API and its answer, which is stored for its tenant when it has ended.
+
+    `items` is JSON of what the request adds to the conversation.
+    """
 
     def __init__(
         self,
         body: ResponsesRequest,
+        items: bytes,
         asked: ParsedRequest,
         admission: SubmittedRequest,
         store: ResponseStore,
@@ -37,14 +41,14 @@ class Exchange:
         decode: Callable[[int], str],
     ) -> None:
         self.decode = decode  # a token to its text
-        self.body, self.asked, self.admission = body, asked, admission
+        self.body, self._items, self.asked, self.admission = body, items, asked, admission
         self._store, self._tenant, self._created = store, tenant, created
         self.name = admission.id.removeprefix("req_")
 
-    def response(self, status: str, output: list[Item], model: str, **more: Any) -> dict[str, Any]:
-        """Return the object that stands for the answer, with what was asked."""
+    def response(self, status: str, output: list[Item], model: str, **more: Any) -> bytes:
+        """Return JSON of the object that stands for the answer, with what was asked."""
         body = self.body
-        return {
+        response = {
             "id": f"resp_{self.name}",
             "object": "response",
             "created_at": int(self._created),
@@ -71,6 +75,7 @@ class Exchange:
             "usage": None,
             **more,
         }
+        return json.dumps(response).encode()
 
     def logprobs(self, answer: Answer) -> TextLogprobs | None:
         """Return the log-probabilities of an answer's text; None where they are not asked for."""
@@ -80,8 +85,8 @@ class Exchange:
         """Return what `made` makes of the whole answer: beside the event loop if it has log-probabilities."""
         return await asyncio.to_thread(made) if self.asked.tells_logprobs else made()
 
-    def ended(self, answer: Answer, output: list[Item]) -> dict[str, Any]:
-        """Return the response with its usage, and store it where that is asked for."""
+    def ended(self, answer: Answer, output: list[Item]) -> bytes:
+        """Return the response with its usage."""
         cut = answer.end.reason == "length"
         usage = answer.usage
         told = {
@@ -93,26 +98,29 @@ class Exchange:
             "warmkv": answer.details(),
         }
         details = {"reason": "max_output_tokens"} if cut else None
-        status = "incomplete" if cut else "completed"
-        response = self.response(status, output, answer.model, usage=told, incomplete_details=details)
+        return self.response(_status(answer), output, answer.model, usage=told, incomplete_details=details)
+
+    def keep(self, response: bytes) -> None:
+        """Store the response where that is asked for. In the event loop, as all that reads the store."""
         if self.body.store:
-            items = [*self.body.items, *output]
-            self._store.keep(self._tenant, StoredResponse(response, items, self.body.previous_response_id))
-        return response
+            name, previous = f"resp_{self.name}", self.body.previous_response_id
+            self._store.keep(self._tenant, StoredResponse(name, response, self._items, previous))
 
 
-async def respond(exchange: Exchange) -> dict[str, Any]:
-    """Return the whole answer. Raises ApiError."""
+async def respond(exchange: Exchange) -> bytes:
+    """Return the whole answer as JSON. Raises ApiError."""
     answer = await exchange.admission.begin()
     output = ResponseOutput(exchange.name, Numbered(), exchange.body.tools, exchange.logprobs(answer))
     parts = await answer.parts()
 
-    def made() -> dict[str, Any]:
+    def made() -> bytes:
         output.events(parts)
         output.end(_status(answer))
         return exchange.ended(answer, output.items)
 
-    return await exchange.beside(made)
+    response = await exchange.beside(made)
+    exchange.keep(response)
+    return response
 
 
 async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
@@ -122,24 +130,24 @@ async def stream(exchange: Exchange, model: str, out: EventWriter) -> None:
         answer = await exchange.admission.begin()
         output = ResponseOutput(exchange.name, numbered, exchange.body.tools, exchange.logprobs(answer))
         begun = exchange.response("in_progress", [], model)
-        await out.send(numbered({"type": "response.created", "response": begun}))
-        await out.send(numbered({"type": "response.in_progress", "response": begun}))
+        await out.send(numbered.of_response("created", begun))
+        await out.send(numbered.of_response("in_progress", begun))
         if answer.expected is None:
             await answer.write(out, lambda text: output.events([Text(text)]))
         else:
             await answer.write_parts(out, output.events)
 
-        def made() -> bytes:
-            ending = output.end(_status(answer))
-            response = exchange.ended(answer, output.items)
-            return ending + numbered({"type": f"response.{response['status']}", "response": response})
+        def ended() -> tuple[bytes, bytes]:
+            ending, response = output.end(_status(answer)), exchange.ended(answer, output.items)
+            return ending + numbered.of_response(_status(answer), response), response
 
-        out.hold(await exchange.beside(made))
+        written, response = await exchange.beside(ended)
+        exchange.keep(response)
+        out.hold(written)
     except Exception as error:
         told = exchange.admission.report(error)
         fault = {"code": "server_error", "message": clipped(told.message)}
-        failed = exchange.response("failed", [], model, error=fault)
-        out.hold(numbered({"type": "response.failed", "response": failed}))
+        out.hold(numbered.of_response("failed", exchange.response("failed", [], model, error=fault)))
 
 
 class ResponseOutput:
@@ -283,6 +291,14 @@ class Numbered:
     def __call__(self, event: Event) -> bytes:
         number, self._next = self._next, self._next + 1
         return f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': number})}\n\n".encode()
+
+    def of_response(self, status: str, response: bytes) -> bytes:
+        """Return the event that a response has a status; the response is JSON."""
+        number, self._next = self._next, self._next + 1
+        kind = f"response.{status}".encode()
+        return b'event: %b\ndata: {"type": "%b", "response": %b, "sequence_number": %d}\n\n' % (
+            *(kind, kind, response, number),
+        )
 
     def of_text(self, event: Event) -> Callable[[str], bytes]:
         """Return what makes the event of a text out of that of `TEXT`."""

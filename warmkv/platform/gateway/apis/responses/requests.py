@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from warmkv.platform.gateway.apis.errors import ApiError, from_validation, invalid
 from warmkv.platform.gateway.apis.openai.requests import MOST_LOGPROBS, ChatRequest
@@ -91,6 +91,30 @@ class Reasoning(Body):
     effort: str | None = None
 
 
+def _check_keys(metadata: Any) -> Any:
+    """Refuse keys that are too long before they are part of a fault's place."""
+    length = max((len(key) for key in metadata), default=0) if isinstance(metadata, dict) else 0
+    if length > KEY_LENGTH:
+        raise ValueError(
+            f"property name too long. Expected a property name with maximum length {KEY_LENGTH}, "
+            f"but got a property name with length {length} instead."
+        )
+    return metadata
+
+
+def _check_value(value: str) -> str:
+    if len(value) > VALUE_LENGTH:
+        raise ValueError(
+            f"string too long. Expected a string with maximum length {VALUE_LENGTH}, "
+            f"but got a string with length {len(value)} instead."
+        )
+    return value
+
+
+KEY_LENGTH, VALUE_LENGTH = 64, 512  # characters, as OpenAI has them, and 16 entries
+Metadata = Annotated[dict[str, Annotated[str, AfterValidator(_check_value)]], BeforeValidator(_check_keys), at_most(16)]
+
+
 class ResponsesRequest(Body):
     """Body of /v1/responses."""
 
@@ -113,7 +137,7 @@ class ResponsesRequest(Body):
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     store: bool = True
-    metadata: Annotated[dict[str, str], at_most(16)] = Field({})  # as OpenAI has it
+    metadata: Metadata = Field({})
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
     tools: Items[dict[str, Any]] = Field([])

@@ -18,13 +18,26 @@ Item = dict[str, Any]  # of a conversation: a message, a call, or its output
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A response, the items that its request added and those that it wrote, and which one it went on from."""
+    """A response, the items that its request added, and which one it went on from.
 
-    response: dict[str, Any]
-    items: list[Item]
+    Both are kept as JSON: as objects they take about five times the memory.
+    """
+
+    name: str
+    response: bytes
+    asked: bytes
     previous: str | None
-    size: int = 0  # bytes
     used: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of it that count."""
+        return len(self.response) + len(self.asked)
+
+    @property
+    def items(self) -> list[Item]:
+        """Parse the items that its request added, and those that it wrote."""
+        return [*json.loads(self.asked), *json.loads(self.response)["output"]]
 
 
 class OtherGateways(Protocol):
@@ -51,14 +64,15 @@ class ResponseStore:
 
     def keep(self, tenant: bytes, stored: StoredResponse) -> None:
         """Keep a response. One that is larger than all may be is not kept."""
-        stored.size = len(json.dumps([stored.response, stored.items]))
         stored.used = self._clock()
         if stored.size > TENANT_BYTES:
             return
         with self._lock:
+            for known in list(self._tenants):
+                self._expire(known)
             kept = self._tenants.setdefault(tenant, OrderedDict())
             self._tenants.move_to_end(tenant)
-            kept[stored.response["id"]] = stored
+            kept[stored.name] = stored
             total = sum(one.size for one in kept.values())
             while total > TENANT_BYTES:
                 total -= kept.popitem(last=False)[1].size
@@ -83,7 +97,7 @@ class ResponseStore:
         return found[::-1]
 
     def history(self, tenant: bytes, name: str) -> list[Item] | None:
-        """Return all items up to a response, the oldest first; None if any are gone."""
+        """Parse all items up to a response, the oldest first; None if any are gone."""
         return [item for stored in self.chain(tenant, name) for item in stored.items] or None
 
     def delete(self, tenant: bytes, name: str) -> bool:
@@ -93,13 +107,17 @@ class ResponseStore:
 
     def _used(self, tenant: bytes, name: str) -> StoredResponse | None:
         """Return a response and note its use: what others go on from is used after them, and stays longer."""
-        kept = self._tenants.get(tenant)
-        if kept is None:
-            return None
-        now = self._clock()
-        while kept and next(iter(kept.values())).used + TTL_SECONDS < now:
-            kept.popitem(last=False)
+        self._expire(tenant)
+        kept = self._tenants.get(tenant, OrderedDict())
         if (stored := kept.get(name)) is not None:
-            stored.used = now
+            stored.used = self._clock()
             kept.move_to_end(name)
         return stored
+
+    def _expire(self, tenant: bytes) -> None:
+        """Forget what a tenant has not used for too long, and a tenant without responses."""
+        kept, until = self._tenants.get(tenant, OrderedDict()), self._clock() - TTL_SECONDS
+        while kept and next(iter(kept.values())).used < until:
+            kept.popitem(last=False)
+        if not kept:
+            self._tenants.pop(tenant, None)
