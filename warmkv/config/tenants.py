@@ -27,6 +27,14 @@ def _of_a_key(sha256: str) -> str:
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$"), AfterValidator(_of_a_key)]
 
 
+def _of_characters(name: str) -> str:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no character") from None
+    return name
+
+
 class KeyConfig(Section):
     sha256: Sha256 = Field(description="SHA-256 of the API key; `warmkv hash-key` prints it")
     expires: AwareDatetime | None = Field(None, description="when the key ends, with a time zone; null: never")
@@ -35,7 +43,7 @@ class KeyConfig(Section):
 class KeyHolder(Section):
     """Who is known by an API key, or by several while one takes the place of another."""
 
-    name: str = Field(description="name in limits, metrics and logs")
+    name: Annotated[str, AfterValidator(_of_characters)] = Field(description="name in limits, metrics and logs")
     key_sha256: Sha256 | None = Field(None, description="SHA-256 of the API key; `warmkv hash-key` prints it")
     keys: tuple[KeyConfig, ...] = Field((), description="further keys, each with a time at which it ends")
 

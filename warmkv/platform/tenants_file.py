@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -43,7 +44,7 @@ class TenantsDocument(Section):
 def parse_tenants(data: bytes) -> TenantsDocument:
     """Parse a tenants file as a whole, YAML or JSON. Raises ConfigError with the place of every fault."""
     try:
-        document = strict_yaml.load(data.decode())
+        document = _read(data.decode())
     except UnicodeDecodeError:
         raise ConfigError("it is not UTF-8 text") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none; a list in too many others
@@ -54,6 +55,24 @@ def parse_tenants(data: bytes) -> TenantsDocument:
         return TenantsDocument.model_validate(document)
     except ValidationError as error:
         raise ConfigError("\n".join(describe(error, TenantsDocument))) from None
+
+
+def _read(text: str) -> Any:
+    """Parse a document. Not all JSON is YAML to PyYAML: it takes no tabs, and surrogate pairs are two characters."""
+    try:
+        return json.loads(text, object_pairs_hook=_mapping)
+    except json.JSONDecodeError:
+        return strict_yaml.load(text)
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ConfigError where a key is there twice."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"{key!r} is there twice in one object")
+        found[key] = value
+    return found
 
 
 class Tenants:

@@ -150,6 +150,8 @@ WRONG = [
     ("tenants: [{name: a}]", "a has no key"),
     ("tenants: [{name: a, key_sha256: short}]", "tenants.0.key_sha256"),
     ("[" * 400, "not YAML"),
+    ('{"tenants": [], "tenants": []}', "'tenants' is there twice"),
+    (json.dumps({"tenants": [tenant("\ud83d", "k")]}), "half of a surrogate pair"),
     (document(tenant("a", "k"), tenant("b", "k")), "is that of tenant a and of tenant b"),
     (document(tenant("a", "inline's")), "is that of tenant inline and of tenant a"),
     (document(tenant("a", "k"), operators=(tenant("a", "k"),)), "is that of tenant a and of operator a"),
@@ -241,6 +243,13 @@ def test_packs_find_tenants_of_the_file(file: Path) -> None:
     file.write_text("tenants: 3")
     with pytest.raises(ConfigError, match="tenants_file"):
         find_tenant("team", config, SECRET)
+
+
+@pytest.mark.parametrize("indent", [None, "\t"])
+def test_all_json_is_taken(indent: str | None) -> None:
+    """Also what PyYAML does not read: tabs, and characters beyond the BMP as `json.dumps` writes them."""
+    (found,) = parse_tenants(json.dumps({"tenants": [tenant("a \U0001f600", "k")]}, indent=indent).encode()).tenants
+    assert found.name == "a \U0001f600"
 
 
 @given(st.binary(max_size=200))
