@@ -124,7 +124,8 @@ def create_app(
         intake.close()
         operators.close()
 
-    app = FastAPI(title="warmkv", docs_url=None, redoc_url=None, lifespan=following)
+    # a redirect would be made of the request's Host and http, and have clients send their key there
+    app = FastAPI(title="warmkv", docs_url=None, redoc_url=None, lifespan=following, redirect_slashes=False)
 
     waiting = config.cluster.max_queued_requests
     intake = app.state.intake = Intake(config.gateway, waiting, tokenizer, service.clock)
@@ -284,7 +285,8 @@ def add_responses(app: FastAPI, apis: ApiContext, stored: ResponseStore, others:
     @app.get("/v1/responses/{name}")
     async def get_response(request: Request, name: str) -> Response:
         tenant = tenant_of(request).salt
-        if stored.get(tenant, name) is None:
+        if stored.get(tenant, name) is None and others is not None:
+            apis.admitted(request)  # asking all gateways is work
             await fetch_response(tenant, name)
         if (found := stored.get(tenant, name)) is None:
             raise ApiError("not_found_error", f"there is no response {name} (any more)")
@@ -293,8 +295,10 @@ def add_responses(app: FastAPI, apis: ApiContext, stored: ResponseStore, others:
     @app.delete("/v1/responses/{name}")
     async def delete_response(request: Request, name: str) -> Response:
         tenant = tenant_of(request).salt
-        if stored.get(tenant, name) is None:
-            await fetch_response(tenant, name)
+        if others is not None:
+            apis.admitted(request)
+            if stored.get(tenant, name) is None:
+                await fetch_response(tenant, name)
         with all_told(name):
             deleted = others is not None and await others.delete_response(tenant, name)
         if not (stored.delete(tenant, name) or deleted):  # here last: whoever must try again finds it

@@ -58,6 +58,14 @@ def test_what_is_not_there_is_404_by_any_method(gateway: Gateway, method: str) -
         assert gateway.call(method, path).status == 404
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_slash_too_many_is_404_and_no_redirect(gateway: Gateway, method: str) -> None:
+    """Which would lead a client with its key to http and to the host that it named."""
+    refused = gateway.call(method, "/v1/chat/completions/")
+    assert (refused.status, refused.headers.get("location")) == (404, None)
+    assert refused.error == f"not_found_error: there is no {method} /v1/chat/completions/ on this server"
+
+
 def test_head_keeps_an_answer_to_its_request(tmp_path: Path) -> None:
     """A connection stays usable: what follows HEAD is the next answer, not a body."""
     from ray.serve.config import HTTPOptions

@@ -461,6 +461,27 @@ def test_gateways_that_do_not_answer_hold_up_no_others(tmp_path, monkeypatch):
     asyncio.run(run())
 
 
+def test_asking_other_gateways_counts_towards_limits(tmp_path):
+    """Names of responses that are not there are as easily made up as requests."""
+    limits = ("gateway.limits={requests_per_minute: 4}", "cluster.gateways=2")
+    gateways: list[Any] = []
+    gateways += [Scripted(tmp_path, "An answer.", "end", *limits, others=gateways) for _ in range(2)]
+
+    async def run() -> None:
+        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateways[0].http, max_retries=0)
+        made = await client.responses.create(model="tiny", input="x")  # of two that each gateway grants
+        for _ in range(3):
+            assert (await client.responses.retrieve(made.id)).id == made.id  # it is here
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve("resp_none")
+        with pytest.raises(openai.RateLimitError):
+            await client.responses.retrieve("resp_none")
+        with pytest.raises(openai.RateLimitError):
+            await client.responses.delete("resp_none")
+
+    asyncio.run(run())
+
+
 def test_a_conversation_goes_on_in_any_gateway(tmp_path):
     """Each turn in another one than the turn before; what one has is fetched once, and deleted in all."""
     gateways: list[Any] = []
