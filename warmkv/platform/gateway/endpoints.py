@@ -21,6 +21,7 @@ from warmkv.platform.gateway.access.audit import Audit, OperatorAction, came_of
 from warmkv.platform.gateway.access.authentication import Authentication, operator_of, tenant_of
 from warmkv.platform.gateway.access.browsers import OperatorsCors
 from warmkv.platform.gateway.access.limits import EndLeases, TenantLimiter
+from warmkv.platform.gateway.access.local_only import LocalOnly, is_local_only
 from warmkv.platform.gateway.apis.errors import ApiError, anthropic_body, openai_body, refusals
 from warmkv.platform.gateway.apis.json_answer import json_answer
 from warmkv.platform.gateway.apis.messages import answers as messages
@@ -146,6 +147,8 @@ def create_app(
 
     app.add_middleware(OpenRequests, most=most_open(config), backlog=service.backlog, refuse=refused)
     app.add_middleware(EndLeases)
+    if is_local_only(config.gateway):
+        app.add_middleware(LocalOnly, refuse=refused)
     app.add_middleware(Authentication, tenants=tenants, secret=secret, wall_clock=service.wall_clock, refuse=refused)
     app.add_middleware(Audit, keep=keep_action, clock=service.clock, wall_clock=service.wall_clock)
     if config.control.allowed_origins:

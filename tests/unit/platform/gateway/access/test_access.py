@@ -186,6 +186,48 @@ def test_nothing_starts_that_would_be_open_to_other_machines() -> None:
         local.start_document(document)
 
 
+HERE = ["127.0.0.1:8400", "127.0.0.1", "localhost:8400", "[::1]:8400", ""]
+ELSEWHERE = ["evil.example", "127.0.0.1.evil.example:8400", "10.0.0.1:8400", "user@evil.example", "[::1"]
+
+
+@pytest.mark.parametrize("host", [*HERE, *ELSEWHERE])
+def test_an_open_service_is_asked_by_the_names_of_loopback_alone(tmp_path: Path, host: str) -> None:
+    """A page whose name leads here would be answered like a program of this machine."""
+    gateway, status = Gateway(tmp_path), 200 if host in HERE else 403
+    models = gateway.call("GET", "/v1/models", host=host)
+    assert models.status == status
+    if status == 403:
+        assert "gateway.allow_open" in models.error
+    assert gateway.call("GET", "/readyz", host=host).status == 200  # probes tell nothing
+    assert gateway.call("GET", "/v1/warmkv/tenants", host=host).status == 403  # no operator's key
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        *((f"http://{host}", 200) for host in HERE if host),
+        *((f"https://{host}", 403) for host in ELSEWHERE),
+        ("null", 403),  # of a frame in any page
+        ("app://notes", 200),  # no page
+    ],
+)
+def test_an_open_service_does_nothing_for_pages_of_other_sites(tmp_path: Path, origin: str, status: int) -> None:
+    gateway = Gateway(tmp_path)
+    body = {"model": gateway.model, "prompt": "Hello", "max_tokens": 8}
+    assert gateway.call("POST", "/v1/completions", None, body, host="localhost", origin=origin).status == status
+    assert gateway.asked == (status == 200)
+
+
+@pytest.mark.parametrize("flags", [("gateway.allow_open=true",), ("gateway.allow_open=true", "gateway.host=0.0.0.0")])
+def test_a_service_that_was_opened_is_asked_by_any_name(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    named = {"host": "10.0.0.1:8400", "origin": "https://page.example"}
+    assert Gateway(tmp_path, *flags).call("GET", "/v1/models", **named).status == 200
+
+
+def test_with_tenants_a_service_is_asked_by_any_name(closed: Gateway) -> None:
+    assert closed.call("GET", "/v1/models", "plain's", host="evil.example").status == 200
+
+
 # --- the operator's key of a run
 
 

@@ -179,7 +179,7 @@ def both_ways(gateway: Scripted, *requests: dict[str, Any]) -> tuple[list[Any], 
     """The answers to requests that follow each other, and the events of the last one as a stream."""
 
     async def run() -> tuple[list[Any], list[Any]]:
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateway.http)
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="a", http_client=gateway.http)
         options: dict[str, Any] = {"model": "tiny", "tools": [FUNCTION]}
         answers: list[Any] = []
         for request in requests:
@@ -246,7 +246,7 @@ def test_a_result_goes_on_from_its_call(tmp_path):
     other = Scripted(tmp_path, call("a"))
 
     async def by_id() -> None:
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=other.http)
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="a", http_client=other.http)
         options: dict[str, Any] = {"model": "tiny", "tools": [FUNCTION]}
         asked = await client.responses.create(input="Find a.", **options)
         output = {**result, "call_id": asked.output[0].call_id}
@@ -308,7 +308,7 @@ def test_what_codex_sends_is_taken(tmp_path):
     assert gateway.requests[-1].token_ids[: len(first)] == first
 
     async def headers() -> str:
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateway.http)
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="a", http_client=gateway.http)
         raw = await client.responses.with_raw_response.create(model="tiny", input="Find a.", tools=[SEARCH])
         return str(raw.headers["x-warmkv-ignored"])
 
@@ -446,7 +446,9 @@ def test_gateways_that_do_not_answer_hold_up_no_others(tmp_path, monkeypatch):
     monkeypatch.setattr(Scripted, "responses", responses)
 
     async def run() -> None:
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateways[0].http, max_retries=0)
+        client = openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="a", http_client=gateways[0].http, max_retries=0
+        )
         waiting = [
             asyncio.ensure_future(client.responses.create(model="tiny", input="x", previous_response_id=f"resp_{at}"))
             for at in range(3)
@@ -468,7 +470,9 @@ def test_asking_other_gateways_counts_towards_limits(tmp_path):
     gateways += [Scripted(tmp_path, "An answer.", "end", *limits, others=gateways) for _ in range(2)]
 
     async def run() -> None:
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateways[0].http, max_retries=0)
+        client = openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="a", http_client=gateways[0].http, max_retries=0
+        )
         made = await client.responses.create(model="tiny", input="x")  # of two that each gateway grants
         for _ in range(3):
             assert (await client.responses.retrieve(made.id)).id == made.id  # it is here
@@ -488,8 +492,10 @@ def test_a_conversation_goes_on_in_any_gateway(tmp_path):
     gateways += [Scripted(tmp_path, f"Answer {number}.", others=gateways) for number in range(3)]
 
     async def run() -> list[str]:
-        clients = [openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=one.http) for one in gateways]
-        stranger = openai.AsyncOpenAI(base_url="http://test/v1", api_key="b", http_client=gateways[2].http)
+        clients = [
+            openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="a", http_client=one.http) for one in gateways
+        ]
+        stranger = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="b", http_client=gateways[2].http)
         previous: str | None = None
         made = list[str]()
         for turn in range(5):
@@ -526,7 +532,7 @@ def test_a_deletion_that_a_gateway_does_not_answer_can_be_tried_again(tmp_path, 
 
     async def run() -> None:
         asked, other = (
-            openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=one.http, max_retries=0)
+            openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="a", http_client=one.http, max_retries=0)
             for one in gateways
         )
         name = (await other.responses.create(model="tiny", input="x")).id

@@ -74,7 +74,7 @@ class Scripted(Gateway):
         """The final message of a stream, which says what the whole one says."""
 
         async def run() -> Any:
-            client = anthropic.AsyncAnthropic(base_url="http://test", api_key="a", http_client=self.http)
+            client = anthropic.AsyncAnthropic(base_url="http://localhost", api_key="a", http_client=self.http)
             body = {**message(self), "tools": [TOOL], "max_tokens": 400, **more}
             whole = await client.messages.create(**body)
             async with client.messages.stream(**body) as events:
@@ -92,7 +92,7 @@ class Scripted(Gateway):
         """The choice of a stream, which says what the whole one says."""
 
         async def run() -> Any:
-            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=self.http)
+            client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="a", http_client=self.http)
             body = {**chat(self), "tools": [FUNCTION], **more}
             whole = (await client.chat.completions.create(**body)).choices[0]
             try:
@@ -327,7 +327,7 @@ def test_text_behind_calls_of_a_response_does_not_part_them_from_their_results(t
     tool = {"type": "function", **FUNCTION["function"], "strict": False}
 
     async def run() -> None:
-        client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateway.http)
+        client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="a", http_client=gateway.http)
         body: Any = {"model": gateway.config.model.name, "tools": [tool]}
         first = await client.responses.create(**body, input="hello")
         assert [item.type for item in first.output] == ["message", "function_call", "function_call", "message"]
@@ -357,7 +357,7 @@ def test_the_tool_runner_of_the_sdk_calls_a_function_and_gets_its_answer(tmp_pat
         return "found"
 
     async def run() -> None:
-        client = anthropic.AsyncAnthropic(base_url="http://test", api_key="a", http_client=gateway.http)
+        client = anthropic.AsyncAnthropic(base_url="http://localhost", api_key="a", http_client=gateway.http)
         runner = client.beta.messages.tool_runner(**message(gateway, max_tokens=400), tools=[look_up], stream=stream)
         last = await runner.until_done()
         assert [block.text for block in last.content] == ["It is there."]

@@ -35,7 +35,7 @@ def test_the_helper_of_streams_tells_the_price_of_the_whole_answer(tmp_path, bet
     gateway = Scripted(tmp_path, "abcdefghi")
 
     async def run() -> tuple[Any, Any]:
-        client = anthropic.AsyncAnthropic(base_url="http://test", api_key="a", http_client=gateway.http)
+        client = anthropic.AsyncAnthropic(base_url="http://localhost", api_key="a", http_client=gateway.http)
         made = client.beta.messages if beta else client.messages
         async with made.stream(**message(gateway)) as events:
             streamed = (await events.get_final_message()).usage
@@ -55,8 +55,8 @@ def thought(folder: Path, text: str, reason: Any = "end") -> list[int]:
     flat = {"type": "function", **FUNCTION["function"]}
 
     async def run() -> list[int]:
-        theirs = openai.AsyncOpenAI(base_url="http://test/v1", api_key="a", http_client=gateway.http)
-        ours = anthropic.AsyncAnthropic(base_url="http://test", api_key="a", http_client=gateway.http)
+        theirs = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="a", http_client=gateway.http)
+        ours = anthropic.AsyncAnthropic(base_url="http://localhost", api_key="a", http_client=gateway.http)
         found, outputs = list[int](), list[int]()
         body: Any = {**message(gateway), "tools": [TOOL]}
         async with ours.messages.stream(**body) as events:
