@@ -71,7 +71,7 @@ def test_every_panel_and_alert_gets_data_from_prometheus(cluster, tmp_path):
 
         def marked(version: Any) -> Any:
             """What was marked on the graphs a moment after a change, however long ago that is."""
-            moments = [f"last_over_time(({expression.replace('1m', '2s')})[5m:1s])" for expression in events]
+            moments = [f"last_over_time(({expression.replace('1m', '20s')})[5m:1s])" for expression in events]
             found = [one["metric"] for expression in moments for one in results(expression)]
             return next((one for one in found if one.get("version") == str(version)), None)
 
