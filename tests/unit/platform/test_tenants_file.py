@@ -247,7 +247,7 @@ def test_packs_find_tenants_of_the_file(file: Path) -> None:
 
 @pytest.mark.parametrize("indent", [None, "\t"])
 def test_all_json_is_taken(indent: str | None) -> None:
-    """Also what PyYAML does not read: tabs, and characters beyond the BMP as `json.dumps` writes them."""
+    """Take what PyYAML does not read, too: tabs, and characters beyond the BMP as `json.dumps` writes them."""
     (found,) = parse_tenants(json.dumps({"tenants": [tenant("a \U0001f600", "k")]}, indent=indent).encode()).tenants
     assert found.name == "a \U0001f600"
 

@@ -130,7 +130,7 @@ def test_blocks_on_their_way_to_lower_tiers_may_take_as_much_as_the_longest_prom
 
 
 def test_what_is_on_its_way_to_lower_tiers_leaves_room_for_slots():
-    """Of contexts that would take much of the GPU, and of sizes that are set."""
+    """Leave room beside contexts that would take much of the GPU, and beside sizes that are set."""
     flash = {"attention_token_bytes": 2_048}
     found, without = (planned(gpu(80 * GB), cache=cache, **flash) for cache in (TIERS, {}))
     both = without.kv.bytes + without.stored.bytes

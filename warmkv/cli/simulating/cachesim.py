@@ -227,7 +227,7 @@ def _short(amount: float) -> str:
 def _plot(
     curve: LruCurve, points: list[tuple[str, Capacity, float, Hits]], ideal: Hits, unit: Unit, file: Path
 ) -> None:
-    """Hit rate against capacity, a line for each order and TTL; against the TTL where the only capacity is unlimited.
+    """Draw hit rates by capacity, a line for each order and TTL; by TTL where the only capacity is unlimited.
 
     The line of lru is the whole curve, those of other orders go from one point that was walked to the next.
     """

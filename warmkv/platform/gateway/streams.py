@@ -19,7 +19,7 @@ OPENAI_PING = b": ping\n\n"  # a comment
 
 
 class Source(Protocol):
-    """What a stream comes from, until it is closed; it ends with an error at its `deadline`, a time of the loop."""
+    """Feed a stream until it is closed; fail at the `deadline`, a time of the loop."""
 
     @property
     def deadline(self) -> float: ...
@@ -132,11 +132,9 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if (last := await self._written(receive, send)) is not None:
                     await send({"type": "http.response.body", "body": last, "more_body": False})
-        except TimeoutError:
+        except OSError:  # a TimeoutError is one, too
             if not limit.expired():
-                raise
-        except OSError:
-            raise ClientDisconnect from None
+                raise ClientDisconnect from None
         finally:
             await self._source.aclose()
 

@@ -223,7 +223,7 @@ PIECE = b"x" * (1 << 20)  # more than sockets buffer: after a few nobody reads t
 
 
 class Writing(App):
-    """Reads its request and writes more than its client reads; ends half-written when `ended` is set."""
+    """Read the request and write more than the client reads; end half-written when `ended` is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def test_what_is_not_there_is_404_by_any_method(gateway: Gateway, method: str) -
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_slash_too_many_is_404_and_no_redirect(gateway: Gateway, method: str) -> None:
-    """Which would lead a client with its key to http and to the host that it named."""
+    """Send no redirect: it would lead a client with its key to http and to the host that it named."""
     refused = gateway.call(method, "/v1/chat/completions/")
     assert (refused.status, refused.headers.get("location")) == (404, None)
     assert refused.error == f"not_found_error: there is no {method} /v1/chat/completions/ on this server"

@@ -178,7 +178,7 @@ def test_a_client_that_leaves_before_the_first_token_is_counted_once(fast_pings,
 
 @pytest.mark.parametrize("path", APIS)
 def test_a_client_that_stops_reading_is_given_up_at_the_deadline(tmp_path, path):
-    """Its place is free then, and it is counted and written down, although its server never says that it has left."""
+    """Free its place then, count it and write it down, although its server never says that it has left."""
 
     async def scenario() -> None:
         gateway = Gateway(tmp_path, "gateway.limits.concurrent_requests=1")
@@ -270,7 +270,8 @@ def test_pings_fill_silences_and_change_nothing():
     run(scenario())
 
 
-def test_a_client_whose_going_only_a_ping_tells_is_waited_for_no_longer():
+@pytest.mark.parametrize("error", [OSError("the connection is closed"), TimeoutError("no answer to what was sent")])
+def test_a_client_whose_going_only_a_ping_tells_is_waited_for_no_longer(error):
     async def scenario() -> None:
         source, closed = Source(), []
 
@@ -283,7 +284,7 @@ def test_a_client_whose_going_only_a_ping_tells_is_waited_for_no_longer():
 
         async def send(message: Any) -> None:
             if message.get("body") == b"ping":
-                raise OSError("the connection is closed")
+                raise error
 
         with pytest.raises(ClientDisconnect):
             await EventStream(write, source, b"ping", 10)(SCOPE, Client().receive, send)

@@ -217,7 +217,7 @@ def test_what_cannot_be_written_for_want_of_a_place_is_dropped(tmp_path):
 
 
 def test_a_whole_prompt_that_is_evicted_at_once_comes_to_the_tier_below(tmp_path):
-    """With moving_bytes as a memory plan has it, however slow the thread is."""
+    """Lose no block with moving_bytes as a memory plan has it, however slow the thread is."""
     disk = {"memory_bytes": 1 << 20, "path": tmp_path}
     most = moving_limit(PrefixCacheConfig.model_validate({"disk": disk}), IDENTITY.shape, max_context=24)
     harness = Harness(tmp_path, moving_bytes=most.bytes, host={"memory_bytes": 0}, disk=disk)

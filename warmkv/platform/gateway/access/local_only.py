@@ -17,7 +17,7 @@ from warmkv.platform.listening import is_loopback
 
 
 class LocalOnly:
-    """ASGI middleware: answers 403 to requests of other names than loopback's, and to those of other sites' pages.
+    """Answer 403 to requests of other names than loopback's, and to those of other sites' pages (ASGI middleware).
 
     A page whose name was made to lead here (DNS rebinding) names itself as the host. Any page may send a body of
     plain text, and no key is asked for. What is for operators needs their key, which no page has.

@@ -101,7 +101,7 @@ class Intake:
 
 
 class Budget:
-    """Bytes that may be held at a time, by all together: half of them by one owner, the `reserve` by small bodies."""
+    """Bound the bytes that are held at a time: one owner has half at most, large bodies leave the `reserve`."""
 
     def __init__(self, total: int, reserve: int) -> None:
         self.total, self.reserve = total, reserve
@@ -141,7 +141,7 @@ class Share:
 
 
 class Lane:
-    """Threads, each with a tokenizer, and those who wait for them.
+    """Run jobs in threads, each with a tokenizer.
 
     An owner has as many jobs before the threads at a time as there are, and its others wait for these: those of other
     owners wait behind no more. A job that nobody waits for any more counts until its thread is done with it.
@@ -177,7 +177,6 @@ class Lane:
             async with asyncio.timeout(seconds):
                 await turns.acquire()
                 future = self._pool.submit(lambda: held.pop()(self._own.tokenizer))
-                future.add_done_callback(partial(_release, turns, asyncio.get_running_loop()))
                 result: T = await asyncio.wrap_future(future)
             served = True
             return result
@@ -192,6 +191,10 @@ class Lane:
         finally:
             held.clear()
             self.backlog.left(served=served)
+            if future is not None and future.done():
+                turns.release()
+            elif future is not None:  # which nobody waits for, and a thread works at
+                future.add_done_callback(partial(_release, turns, asyncio.get_running_loop()))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

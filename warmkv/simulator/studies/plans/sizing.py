@@ -64,7 +64,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class SizingTrial:
-    """A deployment that was replayed, or that does not fit its GPU."""
+    """Hold a deployment with its figures, or why it does not fit its GPU."""
 
     gpu: str
     replicas: int

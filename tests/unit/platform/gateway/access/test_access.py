@@ -192,7 +192,7 @@ ELSEWHERE = ["evil.example", "127.0.0.1.evil.example:8400", "10.0.0.1:8400", "us
 
 @pytest.mark.parametrize("host", [*HERE, *ELSEWHERE])
 def test_an_open_service_is_asked_by_the_names_of_loopback_alone(tmp_path: Path, host: str) -> None:
-    """A page whose name leads here would be answered like a program of this machine."""
+    """Refuse a page whose name leads here: it would be answered like a program of this machine."""
     gateway, status = Gateway(tmp_path), 200 if host in HERE else 403
     models = gateway.call("GET", "/v1/models", host=host)
     assert models.status == status

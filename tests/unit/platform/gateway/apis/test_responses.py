@@ -464,7 +464,7 @@ def test_gateways_that_do_not_answer_hold_up_no_others(tmp_path, monkeypatch):
 
 
 def test_asking_other_gateways_counts_towards_limits(tmp_path):
-    """Names of responses that are not there are as easily made up as requests."""
+    """Count names of responses that are not there: they are as easily made up as requests."""
     limits = ("gateway.limits={requests_per_minute: 4}", "cluster.gateways=2")
     gateways: list[Any] = []
     gateways += [Scripted(tmp_path, "An answer.", "end", *limits, others=gateways) for _ in range(2)]

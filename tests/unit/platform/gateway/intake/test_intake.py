@@ -240,7 +240,7 @@ def test_a_budget_is_given_back_and_has_half_for_one_owner_and_some_for_small_bo
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_jobs_of_an_owner_wait_for_its_own_first(waits):
-    """Also for those that nobody waits for any more and a thread works at still."""
+    """Count those, too, that nobody waits for any more and a thread works at still."""
     busy, done, seen = threading.Event(), threading.Event(), []
 
     async def run() -> None:

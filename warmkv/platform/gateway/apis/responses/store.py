@@ -18,7 +18,7 @@ Item = dict[str, Any]  # of a conversation: a message, a call, or its output
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A response, the items that its request added, and which one it went on from.
+    """Hold a response, the items that its request added, and the name of the response before it.
 
     Both are kept as JSON: as objects they take about five times the memory.
     """
