@@ -84,7 +84,7 @@ def serve_until_stopped(config: Config, console: Console, metrics_port: int = 0)
 def tenant_with_key(file: Path) -> str:
     """Return the setting that makes the holder of the key in a file the only tenant.
 
-    Raises ConfigError where the file cannot be read or is empty.
+    Raises ConfigError where the file cannot be read or is empty, or where no client could send the key.
     """
     from warmkv.platform.tenants import hash_key
 
@@ -94,6 +94,10 @@ def tenant_with_key(file: Path) -> str:
         raise ConfigError(f"--api-key-file {file}: {error}") from None
     if not key:
         raise ConfigError(f"--api-key-file {file} is empty: it must hold an API key")
+    if not key.isascii():
+        raise ConfigError(
+            f"--api-key-file {file}: the key has characters beyond ASCII, which no header of HTTP carries"
+        )
     rights = "[policy, replica, ignore_eos]"
     return f"gateway.tenants=[{{name: key-file, key_sha256: '{hash_key(key)}', rights: {rights}}}]"
 

@@ -103,13 +103,15 @@ def test_hash_key_prints_what_the_configuration_wants():
     assert result.output.strip() == hash_key("secret")
 
 
-@pytest.mark.parametrize("empty", ["", " "])
-def test_an_empty_key_is_not_hashed(empty):
-    """As `--key "$KEY"` gives it where the variable is not set."""
-    result = run("hash-key", "--key", empty)
+@pytest.mark.parametrize(
+    ("key", "says"), [("", "the key is empty"), (" ", "the key is empty"), ("schlüssel", "beyond ASCII")]
+)
+def test_a_key_that_no_client_can_send_is_not_hashed(key, says):
+    """Refuse what `--key "$KEY"` gives where the variable is not set, and what never matches a header."""
+    result = run("hash-key", "--key", key)
     assert result.exit_code == 2
-    assert "the key is empty" in result.output
-    assert hash_key(empty) not in result.output
+    assert says in result.output
+    assert hash_key(key) not in result.output
 
 
 def test_serve_says_at_once_that_there_is_no_model(tmp_path: Path):
@@ -171,7 +173,9 @@ def test_options_of_serve_are_settings_and_win_over_set(served, tmp_path: Path):
     assert [tenant.key_sha256 for tenant in gateway.tenants] == [hash_key("secret key")]
 
 
-@pytest.mark.parametrize(("content", "says"), [(None, "No such file"), ("\n", "is empty")])
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "No such file"), ("\n", "is empty"), ("schlüssel\n", "beyond ASCII")]
+)
 def test_a_key_file_without_a_key_is_refused(served, tmp_path: Path, content, says):
     if content is not None:
         (tmp_path / "key").write_text(content)

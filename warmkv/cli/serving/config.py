@@ -45,4 +45,6 @@ def hash_key(
 
     if not key.strip():
         fail("the key is empty: the variable that was to hold it is perhaps not set")
+    if not key.isascii():
+        fail("the key has characters beyond ASCII, which no header of HTTP carries")
     print(hashed(key))
